@@ -6,7 +6,7 @@
 #   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest; --quick: some of every room, in three minutes)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
 #   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU, and write a report
-#   bash main.sh gpu --offline FOLDER   the same without a network; fill FOLDER elsewhere with hvd-ckpt doctor --fill FOLDER
+#   bash main.sh gpu --offline FOLDER   the same without a network; fill FOLDER elsewhere with python tests/gpu/offline.py FOLDER
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
 # Variables: NP=4 runs 4 ranks. PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 the version of
@@ -232,7 +232,7 @@ if [[ "${1:-}" == gpu ]]; then
             *) continue ;;
         esac
         compgen -G "$offline/*.whl" >/dev/null ||
-            die "--offline: the folder '$offline' holds no wheels; hvd-ckpt doctor --fill FOLDER fills one elsewhere."
+            die "--offline: the folder '$offline' holds no wheels; python tests/gpu/offline.py FOLDER fills one elsewhere."
     done
 fi
 set_up "${1:-}"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
+import sys
 
 import click
 
 from benchmarks import suites
-from benchmarks.suite import Suite
 
 
 class _Suites(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(module.name for module in pkgutil.iter_modules(suites.__path__))
+        return suites.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in suites.names():
             return None
-        module = import_module(f"{suites.__name__}.{cmd_name}")
-        suite: Suite = getattr(module, cmd_name)
-        return suite.command
+        suite = suites.find_suite(cmd_name)
+        return suite.command(cmd_name, sys.modules[f"{suites.__name__}.{cmd_name}"].__doc__ or "")
 
 
 @click.group("benchmarks", cls=_Suites)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_ckpt.app.compare.runner.report import Column, Form
 from hvd_ckpt.app.compare.runner.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 
 
@@ -19,7 +20,7 @@ class Case:
         engine: a name that :func:`benchmarks.engines.find_engine` finds.
         np: number of ranks.
         controller: what starts them.
-        at: further values of the condition, such as the stage, that rows which are compared have in common.
+        at: words of the suite's axes, such as the stage, that rows which are compared have in common.
         options: of the engine, and those of the worker: ``passes``, micro-batches of a step; ``recompute``, each inner block in the
             backward pass.
         sizes: of the workload, where they are not its defaults.
@@ -29,7 +30,7 @@ class Case:
     engine: str
     np: int = 2
     controller: str = "gloo"
-    at: dict[str, Any] = field(default_factory=dict)
+    at: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
 
@@ -98,3 +99,19 @@ class Row:
         """A figure, the largest of all ranks, as a ratio to another row's."""
         own, base = self.over(figure), other.over(figure) if other is not None else None
         return own / base if own is not None and base else None
+
+    def same(self, other: Row | None, *figures: str) -> list[bool] | None:
+        """Whether each of these figures is, on every rank, that of another row; None where a row has none."""
+        if other is None or not self.figures or not other.figures:
+            return None
+        return [self.figures[name] == other.figures[name] for name in figures]
+
+
+def ratio_to(engine: str, figure: str) -> Callable[[Row, Sequence[Row]], float | None]:
+    """A figure as a ratio to that of an engine under the same condition."""
+    return lambda row, rows: row.peak_ratio(row.peer(rows, engine), figure)
+
+
+def figure(title: str, name: str, form: Form = "", over: Callable[[list[Any]], Any] = max) -> Column:
+    """The column of a figure of the rows, by default the largest of all ranks."""
+    return Column(title, lambda row: row.over(name, over), form, key=name)

@@ -1,4 +1,4 @@
-"""The worker in the ranks, one for all suites: build the workload, wrap it by the engine, examine a step, warm up, time steps."""
+"""The worker in the ranks, one for all suites: build the workload, wrap it by the engine, warm up, time steps, examine one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import hvd_ckpt as hc
 from benchmarks.case import Case
 from benchmarks.engines import find_engine
-from benchmarks.probes import SETTLE, probes_of
+from benchmarks.probes import AFTER_EXAMINED, AFTER_TIMED, EXAMINED, examine
+from benchmarks.suites import find_suite
 from benchmarks.workloads import RandomBatch, workload
-from hvd_ckpt.app.compare.runner.engine import Engine
+from hvd_ckpt.app.compare.cells import Cell, Recompute, RecomputedLayer
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device, reason
 from hvd_ckpt.app.compare.runner.stats import alternating
@@ -31,42 +32,27 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class MeasuredJob(RankJob):
-    """Cases on the same ranks.
+    """Cases of a suite on the same ranks.
 
     Attributes:
+        suite: its name.
         cases: in this order.
-        columns: whose probes measure.
-        optimizer, lr: of ``torch.optim``.
-        cosine: the learning rate warms up and falls to 0 over the timed steps.
-        warm_up, steps: of each case; ``together``, all cases take turns, each one step, and without steps are only examined.
+        steps: that are timed of each case.
         seed: of the weights and the samples.
         device: ``cpu`` or ``cuda``.
     """
 
-    worker = "benchmarks.worker:measure"
     ends_at_once = True  # the orderly end of several engines in one process takes long
 
+    suite: str
     cases: tuple[Case, ...]
-    columns: tuple[str, ...]
-    optimizer: str
-    lr: float
-    cosine: bool
-    warm_up: int
     steps: int
-    together: bool
     seed: int
     device: str
 
-
-class Recomputed(nn.Module):
-    """A block that the engine recomputes in the backward pass."""
-
-    def __init__(self, block: nn.Module, engine: Engine) -> None:
-        super().__init__()
-        self.block, self.engine = block, engine
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.engine.checkpoint(self.block, hidden, use_reentrant=False)
+    @property
+    def worker(self) -> str:
+        return find_suite(self.suite).worker
 
 
 class Training:
@@ -75,25 +61,25 @@ class Training:
     Args:
         case, job: what is trained, and how.
         base: a model whose parameters and buffers the model shares, for engines that share.
-        peaks: of the engines before this one, for engines that plan for them.
 
     Attributes:
         engine, model, optimizer: of the case.
         bare: the model as it was made.
         model_bytes: of all parameters.
         parts: the micro-batches of this step.
-        steps: taken so far.
+        steps: taken so far; ``last_loss``: of the last one.
     """
 
-    def __init__(self, case: Case, job: MeasuredJob, base: nn.Module | None = None, peaks: Any = None) -> None:
+    def __init__(self, case: Case, job: MeasuredJob, base: nn.Module | None = None) -> None:
         options = dict(case.options)
         self._passes, recompute = options.pop("passes", 1), options.pop("recompute", False)
         self.workload: RandomBatch = workload(case.workload, case.sizes)
         self.engine = find_engine(case.engine)(**options)
         self.engine.device = device = own_device(job.device)
         self.engine.start(job.folder)
-        self._job, self.steps, self._loss = job, 0, 0.0
-        self.engine.workload, self.engine.peaks = self.workload, peaks or {}
+        self._job, self.steps, self.last_loss = job, 0, 0.0
+        suite = find_suite(job.suite)
+        self.engine.workload = self.workload
         self.parts = self.batches(0)
         self.engine.example = self.parts[0]
         torch.manual_seed(job.seed + 1)
@@ -101,13 +87,14 @@ class Training:
         self.bare, model = bare, twin(bare) if self.engine.shares else bare
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if recompute:
+            way = Recompute(Cell(case.workload, "non-reentrant", 1), self.engine)
             for number in range(1, len(model) - 1):
-                model[number] = Recomputed(model[number], self.engine)
-        optimizer = getattr(torch.optim, job.optimizer)(model.parameters(), lr=job.lr)
+                model[number] = RecomputedLayer(model[number], way)
+        optimizer = getattr(torch.optim, suite.optimizer)(model.parameters(), lr=suite.lr)
         # This library is told by synchronize(), at the end of a step, that all micro-batches are there.
         passes = 1 if isinstance(self.engine, HvdCkpt) else self._passes
         self.model, self.optimizer = self.engine.wrap(model, optimizer, passes)
-        self._schedule = Schedule("cosine", job.lr, job.steps, job.steps // 20) if job.cosine else None
+        self._schedule = Schedule("cosine", suite.lr, job.steps, job.steps // 20) if suite.cosine else None
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step."""
@@ -127,8 +114,8 @@ class Training:
     def accumulate(self) -> float:
         """Forward and backward passes of a prepared step, until the gradients are ready; returns the mean loss."""
         losses = [functools.partial(self.loss, *part) for part in self.parts]
-        self._loss = self.engine.accumulate(self.model, self.optimizer, losses)
-        return self._loss
+        self.last_loss = self.engine.accumulate(self.model, self.optimizer, losses)
+        return self.last_loss
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a micro-batch."""
@@ -139,32 +126,13 @@ class Training:
         self.engine.update(self.model, self.optimizer)
         self.steps += 1
 
-    def step(self) -> None:
-        """A whole step."""
-        self.timed()
-
-    def timed(self) -> float:
-        """Seconds of a step that is prepared."""
+    def step(self) -> float:
+        """A whole step; returns its seconds from when it is prepared."""
         self.prepare()
         start = now(self.engine.device)
         self.accumulate()
         self.update()
         return now(self.engine.device) - start
-
-    def final_loss(self) -> float:
-        """The loss of the last step, or where there are held-out samples that of the mean of the ranks' weights on them."""
-        batch = self.workload.held_out()
-        if batch is None:
-            return self._loss
-        parameters = list(self.model.parameters())
-        own = [parameter.detach().clone() for parameter in parameters]
-        with torch.no_grad():
-            for parameter, value in zip(parameters, own):
-                parameter.copy_(self.engine.mean(value))
-            found = self.loss(*(tensor.to(self.engine.device) for tensor in batch)).item()
-            for parameter, value in zip(parameters, own):
-                parameter.copy_(value)
-        return found
 
 
 def twin(model: nn.Module) -> Any:
@@ -174,108 +142,73 @@ def twin(model: nn.Module) -> Any:
 
 
 class Bench:
-    """All cases of a job on one rank."""
+    """All cases of a job on one rank: each is timed, or all in turn, and then examined: a profiler slows down what follows."""
 
     def __init__(self, job: MeasuredJob) -> None:
-        self.job = job
+        self.job, self.suite = job, find_suite(job.suite)
         self.found: list[Found] = [{"seconds": []} for _ in job.cases]
         self._trainings: dict[int, Training] = {}
         self._bases: dict[str, nn.Module] = {}
 
-    def build(self, number: int) -> Training:
-        """A case, ready for its first step."""
+    def run(self) -> None:
+        """All cases. Of those that are together, what fails on any rank is left out on all of them; else an error ends the job."""
+        job, together, numbers = self.job, self.suite.together, range(len(self.job.cases))
+        if together and job.size > 1:
+            # Horovod starts before the first case, as the engines do where one does: it changes nothing between cases.
+            engines = (find_engine(case.engine) for case in job.cases)
+            starting = next((engine for engine in engines if engine.uses_horovod), None)
+            hc.init() if starting is None else starting().start(job.folder)
+        for group in [numbers] if together else [range(number, number + 1) for number in numbers]:
+            running = [number for number in group if self._on_all(self._start, number)]
+            with frozen():
+                for _, number in alternating(running, job.steps):
+                    if together and job.size > 1:
+                        hc.barrier()
+                    self.found[number]["seconds"].append(self._trainings[number].step())
+                    job.tell("step", case=number)
+            for number in running:
+                self._on_all(self._finish, number)
+            gc.collect()
+        for number in numbers if EXAMINED.intersection(self.suite.columns) else ():
+            if "failure" not in self.found[number]:
+                self._on_all(self._examine, number)
+                gc.collect()
+
+    def _build(self, number: int) -> Training:
         case = self.job.cases[number]
-        # Peaks of engines before this one, for those that plan for a budget.
-        peaks = {
-            other.engine: figures["step_bytes"]
-            for other, figures in zip(self.job.cases, self.found)
-            if "step_bytes" in figures and other.workload == case.workload
-        }
-        training = Training(case, self.job, self._bases.get(case.workload), peaks)
+        training = Training(case, self.job, self._bases.get(case.workload))
         if training.engine.shares:
             self._bases.setdefault(case.workload, training.bare)
         return training
 
-    def examine(self, number: int) -> None:
-        """Examines the third step of a training of its own."""
-        probes = [probe() for probe in probes_of(self.job.columns) if probe.examines]
-        if not probes:
-            return
-        # Models that share their weights are not built anew, and plans cannot be made while memory is recorded.
-        training = self.build(number) if find_engine(self.job.cases[number].engine).shares else None
-        for probe in probes:
-            probe.start(own_device(self.job.device))
-        try:
-            training = training or self.build(number)
-            for _ in range(SETTLE):
-                training.step()
-            training.prepare()
-            for probe in probes:
-                probe.before_step(training)
-            loss = training.accumulate()
-            for probe in probes:
-                probe.ready(training, loss)
-            training.update()
-        finally:
-            for probe in probes:
-                probe.stop()
-        for probe in probes:
-            probe.note(training)
-            self.found[number] |= probe.figures
-
-    def start(self, number: int) -> None:
-        """Builds and warms up a case that will be timed."""
-        self._trainings[number] = training = self.build(number)
-        for _ in range(self.job.warm_up):
+    def _start(self, number: int) -> None:
+        self._trainings[number] = training = self._build(number)
+        for _ in range(self.suite.warm_up):
             training.step()
 
-    def time(self, number: int) -> None:
-        """Times one step of a case."""
-        self.found[number]["seconds"].append(self._trainings[number].timed())
-
-    def finish(self, number: int) -> None:
-        """Ends a case that was timed."""
+    def _finish(self, number: int) -> None:
         training = self._trainings.pop(number)
-        for probe in probes_of(self.job.columns):
-            self.found[number] |= probe().finish(training)
+        for column, measure in AFTER_TIMED.items():
+            if column in self.suite.columns:
+                self.found[number] |= measure(training)
 
-    def alone(self) -> None:
-        """All cases, one after the other, which are examined when all are timed; an error ends the job."""
-        for number in range(len(self.job.cases)):
-            self.start(number)
-            with frozen():
-                for _ in range(self.job.steps):
-                    self.time(number)
-            self.finish(number)
-            gc.collect()
-        for number in range(len(self.job.cases)):
-            self.examine(number)
-            gc.collect()
+    def _examine(self, number: int) -> None:
+        # Models that share their weights are not built anew, and plans cannot be made while memory is recorded.
+        shares = find_engine(self.job.cases[number].engine).shares
+        build = functools.partial(self._build, number)
+        hashed = "hash" in self.suite.columns
+        training, figures = examine(build, own_device(self.job.device), shares, hashed)
+        for column, measure in AFTER_EXAMINED.items():
+            if column in self.suite.columns:
+                figures |= measure(training)
+        self.found[number] |= figures
 
-    def together(self) -> None:
-        """All cases in turn, step by step; what fails on any rank is left out on all of them."""
-        if self.job.size > 1:
-            self._join()
-        numbers = range(len(self.job.cases))
-        running = [number for number in numbers if self._on_all(self.examine, number)]
-        if not self.job.steps:
-            return
-        running = [number for number in running if self._on_all(self.start, number)]
-        with frozen():
-            for _, number in alternating(running, self.job.steps):
-                if self.job.size > 1:
-                    hc.barrier()
-                self.time(number)
-        for number in running:
-            self._on_all(self.finish, number)
-
-    def _join(self) -> None:
-        """Starts Horovod before the first case, as the engines do where one does: it changes nothing between cases."""
-        engines = (find_engine(case.engine) for case in self.job.cases)
-        starting = next((engine for engine in engines if engine.uses_horovod), None)
-        hc.init() if starting is None else starting().start(self.job.folder)
-
-    def _on_all(self, work: Any, number: int) -> bool:
+    def _on_all(self, work: Callable[[int], None], number: int) -> bool:
+        """Does something with a case; whether no rank has failed."""
+        self.job.tell("case", case=number)  # a job of which nothing is heard for long is taken for one that hangs
+        if not self.suite.together:
+            work(number)
+            return True
         print(self.job.cases[number], flush=True)
         try:
             work(number)
@@ -283,7 +216,10 @@ class Bench:
             traceback.print_exc()
             self.found[number]["failure"] = reason(error)
         failed = "failure" in self.found[number]
-        return not (any(hc.allgather_object(failed)) if self.job.size > 1 else failed)
+        if self.job.size > 1 and any(hc.allgather_object(failed)):
+            self.found[number].setdefault("failure", None)
+            return False
+        return not failed
 
 
 @contextlib.contextmanager
@@ -300,5 +236,5 @@ def frozen() -> Iterator[None]:
 def measure(job: MeasuredJob) -> list[Found]:
     """For each case its figures: ``seconds`` of each timed step, those of the probes by name, and maybe a ``failure``."""
     bench = Bench(job)
-    bench.together() if job.together else bench.alone()
+    bench.run()
     return bench.found

@@ -7,8 +7,9 @@ part of a step. The last one learns a text.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvd_ckpt.app.datasets.text import CausalText
+from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.models.catalog import DenseNetShape
-from hvd_ckpt.app.models.densenet import DenseNet, densenet
-from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.app.models.lstm import lstm_language_model
-from hvd_ckpt.app.models.resnet import resnet
+from hvd_ckpt.app.models.densenet import DenseNet
 from hvd_ckpt.data.objectives import IGNORED
+from hvd_ckpt.utils.named import import_named
 
 CLASSES = 10
 STRIDE = 7919  # windows of a text from one sample to the next; prime, so that all have their turn
@@ -36,20 +37,25 @@ class RandomBatch:
     """A model and one random batch.
 
     Attributes:
-        build: takes the sizes and makes a fresh model, initialized from torch's global random state.
+        build: ``module:function`` that makes a fresh model, initialized from torch's global random state, from those of the sizes
+            that it takes.
         sample: takes a generator and the sizes; inputs of the model, and the targets of the loss.
         sizes: by name, among them ``batch``, the samples in a batch.
         changes: each step has another batch.
     """
 
-    build: Callable[..., nn.Module]
+    build: str
     sample: Callable[..., Sample]
     sizes: Mapping[str, Any]
     changes: bool = False
 
     def model(self) -> nn.Sequential:
-        """A fresh model in training mode."""
-        model: Any = self.build(**self.sizes)
+        """A fresh model in training mode: a plain chain, which every library takes, unless this library's recomputes its blocks."""
+        build = import_named("function", self.build)
+        taken = self.sizes.keys() & inspect.signature(build).parameters.keys()
+        model: Any = build(**{name: self.sizes[name] for name in taken})
+        if not self.sizes.get("checkpoint_interval"):
+            model = nn.Sequential(OrderedDict(model.named_children()))
         return model.train()  # type: ignore[no-any-return]
 
     def draw(self, number: int, seed: int) -> Sample:
@@ -68,38 +74,31 @@ class RandomBatch:
 class Text(RandomBatch):
     """Windows of a text, a file or by default the source text of Python's library; the last ones are held out."""
 
-    @property
-    def _numbers(self) -> range:
-        return range((len(_tokens(self.sizes["text"])) - 1) // self.sizes["length"])
-
-    def _windows(self, numbers: range | list[int]) -> Sample:
-        length, tokens = self.sizes["length"], _tokens(self.sizes["text"])
-        cut = [tokens[number * length : (number + 1) * length + 1].astype("int64") for number in numbers]
-        return _shifted(torch.stack([torch.from_numpy(window) for window in cut]))
-
     def draw(self, number: int, seed: int) -> Sample:
         first, batch = number * self.sizes["batch"], self.sizes["batch"]
-        trained = len(self._numbers) - HELD_OUT
-        return self._windows([(seed + each) * STRIDE % trained for each in range(first, first + batch)])
+        trained = len(self._windows()) - HELD_OUT
+        return self._take([(seed + each) * STRIDE % trained for each in range(first, first + batch)])
 
     def held_out(self) -> Sample:
-        return self._windows(self._numbers[-HELD_OUT:])
+        return self._take(range(len(self._windows()))[-HELD_OUT:])
+
+    def _windows(self) -> CausalText:
+        return _windows(self.sizes["text"], self.sizes["length"])
+
+    def _take(self, numbers: Sequence[int]) -> Sample:
+        batch = self._windows().batch(numbers, [0] * len(numbers))
+        return batch.inputs[0], batch.targets
 
 
 @cache
-def _tokens(text: str) -> Any:
-    from hvd_ckpt.app.datasets.tokens import Tokens
-
-    return Tokens(text or None).array
-
-
-def _shifted(tokens: Tensor) -> Sample:
-    """Tokens (batch, length), of which the model predicts the next ones."""
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def _windows(text: str, length: int) -> CausalText:
+    return CausalText(Tokens(text or None), length)
 
 
 def _continued(generator: torch.Generator, batch: int, length: int, vocabulary: int, **_: Any) -> Sample:
-    return _shifted(torch.randint(vocabulary, (batch, length + 1), generator=generator))
+    """Tokens (batch, length), and the next ones."""
+    tokens = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _masked(generator: torch.Generator, batch: int, length: int, vocabulary: int, **_: Any) -> Sample:
@@ -108,7 +107,7 @@ def _masked(generator: torch.Generator, batch: int, length: int, vocabulary: int
     return tokens, tokens.where(predicted, torch.tensor(IGNORED))
 
 
-def _images(generator: torch.Generator, batch: int, pixels: int, channels: int = 3, **_: Any) -> Sample:
+def _images(generator: torch.Generator, batch: int, pixels: int, channels: int, **_: Any) -> Sample:
     """Noise (batch, channels, pixels, pixels), and the classes in turn."""
     return torch.randn(batch, channels, pixels, pixels, generator=generator), torch.arange(batch) % CLASSES
 
@@ -117,31 +116,13 @@ def _sequences(generator: torch.Generator, batch: int, length: int, width: int, 
     return torch.randn(batch, length, width, generator=generator), torch.arange(batch) % CLASSES
 
 
-def _plain(model: nn.Module) -> nn.Sequential:
-    """A plain chain, which every library takes."""
-    return nn.Sequential(OrderedDict(model.named_children()))
-
-
-def _gpt(batch: int, text: str = "", interval: int = 0, **sizes: int) -> nn.Sequential:
-    """A pre-norm GPT with causal attention; with an interval a chain of this library that recomputes so many blocks together."""
-    chain = gpt(**sizes, tied=interval > 0, checkpoint_interval=interval)
-    return chain if interval else _plain(chain)
-
-
-def _bert(batch: int, **sizes: int) -> nn.Sequential:
-    """BERT with its head. No token is padding, so no mask has to be handed to all blocks."""
-    from hvd_ckpt.app.models.bert import bert  # which needs transformers
-
-    return _plain(bert(**sizes))  # type: ignore[arg-type]
-
-
-def _narrow(layers: int, channels: int, **_: Any) -> nn.Module:
+def narrow(layers: int, channels: int) -> nn.Module:
     """DenseNet-BC of three blocks of narrow layers."""
     shape = DenseNetShape(growth=12, blocks=(layers,) * 3, initial=24, large_images=False)
     return DenseNet(shape, channels=channels, classes=CLASSES)
 
 
-def _encoder(width: int, heads: int, layers: int, **_: Any) -> nn.Sequential:
+def encoder(width: int, heads: int, layers: int) -> nn.Sequential:
     """A transformer encoder, and a classifier of the mean over a sequence."""
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
     blocks = [nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(layers)]
@@ -158,30 +139,26 @@ class _MeanClassifier(nn.Module):
         return scores
 
 
-def _lstm(vocabulary: int, width: int, layers: int, **_: Any) -> nn.Module:
-    return lstm_language_model(vocabulary=vocabulary, width=width, layers=layers, dropout=0.2)
-
-
-_GPT = {"batch": 2, "length": 256, "width": 256, "heads": 8, "layers": 12, "vocabulary": 256}
-_BERT = {**_GPT, "length": 128, "vocabulary": 2000}
-_LSTM = {"batch": 4, "length": 64, "width": 512, "layers": 6, "vocabulary": 2000}
+_TRANSFORMER = {"batch": 2, "length": 256, "width": 256, "heads": 8, "layers": 12, "vocabulary": 256}
+_GPT = {**_TRANSFORMER, "tied": False}
+_BERT = {**_TRANSFORMER, "length": 128, "vocabulary": 2000}
+_LSTM = {"batch": 4, "length": 64, "width": 512, "layers": 6, "vocabulary": 2000, "dropout": 0.2}
 _ENCODER = {"batch": 4, "length": 16, "width": 512, "heads": 8, "layers": 8}
+_IMAGES = {"pixels": 32, "channels": 3, "classes": CLASSES}
+_NARROW = {"batch": 4, "layers": 20, "pixels": 8, "channels": 1}
+_MODELS = "hvd_ckpt.app.models"
 WORKLOADS: dict[str, RandomBatch] = {
-    "gpt": RandomBatch(_gpt, _continued, _GPT),
-    "gpt-recomputed": RandomBatch(_gpt, _continued, {**_GPT, "interval": 1}),
-    "bert": RandomBatch(_bert, _masked, _BERT),
-    "densenet": RandomBatch(
-        lambda depth, **_: densenet(depth, classes=CLASSES), _images, {"batch": 4, "depth": 100, "pixels": 32}
+    "gpt": RandomBatch(f"{_MODELS}.gpt:gpt", _continued, _GPT),
+    "gpt-recomputed": RandomBatch(
+        f"{_MODELS}.gpt:gpt", _continued, {**_TRANSFORMER, "checkpoint_interval": 1}
     ),
-    "resnet": RandomBatch(
-        lambda depth, **_: _plain(resnet(depth, classes=CLASSES)),
-        _images,
-        {"batch": 32, "depth": 56, "pixels": 32},
-    ),
-    "lstm": RandomBatch(_lstm, _continued, _LSTM),
-    "densenet-narrow": RandomBatch(_narrow, _images, {"batch": 4, "layers": 20, "pixels": 8, "channels": 1}),
-    "transformer": RandomBatch(_encoder, _sequences, _ENCODER),
-    "text": Text(_gpt, _continued, {**_GPT, "text": ""}, changes=True),
+    "bert": RandomBatch(f"{_MODELS}.bert:bert", _masked, _BERT),
+    "densenet": RandomBatch(f"{_MODELS}.densenet:densenet", _images, {"batch": 4, "depth": 100, **_IMAGES}),
+    "resnet": RandomBatch(f"{_MODELS}.resnet:resnet", _images, {"batch": 32, "depth": 56, **_IMAGES}),
+    "lstm": RandomBatch(f"{_MODELS}.lstm:lstm_language_model", _continued, _LSTM),
+    "densenet-narrow": RandomBatch(f"{__name__}:narrow", _images, _NARROW),
+    "transformer": RandomBatch(f"{__name__}:encoder", _sequences, _ENCODER),
+    "text": Text(f"{_MODELS}.gpt:gpt", _continued, {**_GPT, "text": ""}, changes=True),
 }
 
 

@@ -16,14 +16,13 @@ import contextlib
 import faulthandler
 import gc
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from fork_server import fork_server, is_running
 from kinds import SELECTIONS, kind_of, sizes_of
 
@@ -113,14 +112,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _in_step_with_the_others() -> Iterator[None]:
+def _in_step_with_the_others(pytestconfig: pytest.Config) -> Iterator[None]:
     """On ranks, starts every test from the same random state, in step, and dumps all stacks if it hangs."""
     if not LAUNCHED:
         yield
         return
     import hvd_ckpt as hc
 
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    # What is written to the stderr of a test is lost when this ends the process.
+    stderr = pytestconfig.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=stderr)
     torch.manual_seed(1234)
     hc.barrier()
     yield
@@ -166,28 +167,19 @@ def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _folder_of_all_ranks() -> Iterator[Path]:
-    """One temporary folder for all ranks."""
-    import hvd_ckpt as hc
-
-    made = tempfile.mkdtemp(prefix="hvd_ckpt_tests_") if hc.rank() == 0 else ""
-    path = Path(hc.broadcast_object(made, 0, name="folder"))
-    yield path
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(path)
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """One temporary folder for all ranks."""
-    with _folder_of_all_ranks() as path:
+    from all_ranks import folder_of_all_ranks
+
+    with folder_of_all_ranks() as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def module_folder() -> Iterator[Path]:
     """One for all tests of a file."""
-    with _folder_of_all_ranks() as path:
+    from all_ranks import folder_of_all_ranks
+
+    with folder_of_all_ranks() as path:
         yield path

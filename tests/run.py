@@ -8,7 +8,7 @@ passes through, and that of the others follows it.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
 
-    python tests/run.py -x tests/reduction/test_runtime.py -k threads
+    python tests/run.py -x tests/processes/test_runtime.py -k threads
 
 ``--quick`` runs the files in ``quick.txt``, some of every room, in one process, on two ranks over Gloo, and as whole commands.
 """

@@ -88,6 +88,7 @@ KINDS = {
         "training programs, which end as in one process, resumed, and without recomputation",
         "differential", "drawing", "checking", "shrinking",
     ),
+    "named": Kind("training programs with a name", "differential", "named", "checking", "shrinking"),
     "acts": Kind(
         "programs in which users act by hand", "differential", "drawing_acts", "checking_acts", "shrinking"
     ),
@@ -184,7 +185,7 @@ class Found:
     failures: dict[Seed, list[str]] = field(default_factory=dict)
 
     def lines_of(self, seed: Seed) -> list[str]:
-        return [line for failure in self.failures[seed] for line in failure.splitlines()[-24:]]
+        return [line for failure in self.failures[seed] for line in failure.splitlines()[-200:]]
 
 
 @dataclass(frozen=True)

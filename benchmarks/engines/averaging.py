@@ -1,11 +1,11 @@
-"""Engines that average weights: those of PyTorch and torchft, each as its documentation tells its user to write it."""
+"""Engines that average weights: this library's, PyTorch's and torchft's, each as its documentation tells its user to write it."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,24 @@ from torch.optim import Optimizer
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch
-from hvd_ckpt.app.compare.runner.engines import Local, variant
+from hvd_ckpt.app.compare.runner.engines import HvdCkpt, variant
 
 TORCHFT_TIMEOUT = timedelta(seconds=120)
 _kept: list[Any] = []  # of torchft, whose servers must outlive a run
 
 
+class Local(HvdCkpt):
+    """This library's local SGD, by default with an average after every step; buffers stay each rank's own, as with the others."""
+
+    reduces_by = ""
+    defaults: ClassVar[dict[str, Any]] = {"every": 1}
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
+
+
 class ModelAverager(OnTorch):
     """PyTorch's PeriodicModelAverager, which averages the weights after each ``every`` steps of the optimizer."""
-
-    title = "PeriodicModelAverager"
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -42,8 +50,6 @@ class TorchftDiLoCo(Engine):
         every: steps between two averages.
         lr, momentum: of the outer optimizer.
     """
-
-    title = "DiLoCo of torchft"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -99,14 +105,15 @@ class TorchftDiLoCo(Engine):
 
 def _diloco(every: int, **options: Any) -> type[Engine]:
     """DiLoCo of this library; the momentum suits runs of some hundred steps."""
-    return variant(Local, f"DiLoCo, every {every}", every=every, outer=hc.Nesterov(0.7, 0.7), **options)
+    return variant(Local, every=every, outer=hc.Nesterov(0.7, 0.7), **options)
 
 
 ENGINES: dict[str, type[Engine]] = {
-    **{f"local-{every}": variant(Local, f"local SGD, every {every}", every=every) for every in (10, 50)},
+    "local": Local,
+    **{f"local-{every}": variant(Local, every=every) for every in (10, 50)},
     **{f"diloco-{every}": _diloco(every) for every in (10, 50, 100)},
     "fragments-50": _diloco(50, fragments=4, delay=5),
     "int8-50": _diloco(50, wire="int8"),
-    "averager": variant(ModelAverager, "PeriodicModelAverager", every=50),
-    "torchft": variant(TorchftDiLoCo, "DiLoCo of torchft", every=50, lr=0.7, momentum=0.7),
+    "averager": variant(ModelAverager, every=50),
+    "torchft": variant(TorchftDiLoCo, every=50, lr=0.7, momentum=0.7),
 }

@@ -23,8 +23,6 @@ class DeepSpeed(OnTorch):
     Its defaults for stage 3 are for models of billions of parameters: it would hardly split one that is smaller.
     """
 
-    title = "DeepSpeed"
-
     @classmethod
     def unavailable(cls) -> str | None:
         return None if find_spec("deepspeed") else "deepspeed is not installed"
@@ -99,5 +97,5 @@ def _flatten(value: Any) -> list[Tensor]:
 
 
 ENGINES: dict[str, type[Engine]] = {
-    f"deepspeed-{stage}": variant(DeepSpeed, f"DeepSpeed, stage {stage}", stage=stage) for stage in (1, 2, 3)
+    f"deepspeed-{stage}": variant(DeepSpeed, stage=stage) for stage in (1, 2, 3)
 }

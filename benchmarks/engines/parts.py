@@ -54,8 +54,6 @@ class Unstaged(Divided):
         checkpoint: as in :class:`hvd_ckpt.Pipeline`, for this library.
     """
 
-    title = "unstaged"
-
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         self._run = self.cut(model)
         # The blocks of other stages leave the model.
@@ -90,7 +88,6 @@ class Unstaged(Divided):
 class Stages(Unstaged):
     """This library's ``Pipeline``."""
 
-    title = "hvd_ckpt, stages"
     uses_horovod = True
     pipeline: hc.Pipeline
 
@@ -114,8 +111,6 @@ class Stages(Unstaged):
 class TorchStages(Unstaged, OnTorch):
     """``torch.distributed.pipelining`` over Gloo, with the model cut by hand."""
 
-    title = "PyTorch, stages"
-
     def cut(self, model: nn.Sequential) -> Callable[[Batch], Tensor | None]:
         from torch.distributed import pipelining
 
@@ -131,7 +126,9 @@ class TorchStages(Unstaged, OnTorch):
         kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
         kind = kinds.get(self.options["schedule"])
         given = stages if kind is None else stages[0]
-        schedule = (kind or pipelining.ScheduleInterleaved1F1B)(given, self.options["micro_batches"], loss_fn=self.workload.loss)
+        schedule = (kind or pipelining.ScheduleInterleaved1F1B)(
+            given, self.options["micro_batches"], loss_fn=self.workload.loss
+        )
         # PyTorch 2.6 cannot leave the outputs out.
         can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
         options: dict[str, Any] = {"return_outputs": False} if can_leave_out else {}
@@ -149,7 +146,6 @@ class TorchStages(Unstaged, OnTorch):
 class Parts(Divided):
     """This library's ``tensor_parallel``."""
 
-    title = "hvd_ckpt, parts"
     uses_horovod = True
 
     def start(self, folder: Path) -> None:
@@ -163,8 +159,6 @@ class Parts(Divided):
 
 class TorchParts(Divided, OnTorch):
     """A GPT by PyTorch's ``parallelize_module``."""
-
-    title = "PyTorch, parts"
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torch.distributed.device_mesh import init_device_mesh

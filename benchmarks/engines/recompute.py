@@ -6,7 +6,8 @@ All have the parameters of one model, begin each step with the same random state
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +20,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hvd_ckpt.app.compare.runner.engine import Engine
+import hvd_ckpt as hc
+from benchmarks.probes import SETTLE
+from hvd_ckpt.app.compare.runner.engine import Engine, run_backward
 from hvd_ckpt.app.compare.runner.engines import OneProcess, variant
 
 Forward = Callable[[Tensor], Tensor]
+Operators = set[Any] | None
 
 aten = torch.ops.aten
 ATTENTION = {
@@ -36,7 +40,7 @@ EXPENSIVE = {*ATTENTION, *MATMULS, aten.convolution.default, aten.mkldnn_rnn_lay
 
 _starts: dict[int, Tensor] = {}  # of buffers, by address: what they were before the first step
 _planners: dict[int, Any] = {}  # by the address of a model's first parameter
-_plans: dict[tuple[int, Any], Any] = {}
+_plans: dict[tuple[int, Any], Any] = {}  # and by the way whose peak they have
 
 
 class Calls(nn.Module):
@@ -50,11 +54,11 @@ class Calls(nn.Module):
         return self.run(inputs)
 
 
-class NoRecomputation(OneProcess):
-    """No recomputation, and the base of all ways to recompute."""
+class Recomputation(OneProcess):
+    """A ``way`` to recompute: a function that takes a chain of blocks, which it may change, to what runs it."""
 
-    title = "no recomputation"
     shares = True
+    defaults: ClassVar[dict[str, Any]] = {"way": lambda model: model}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         for buffer in model.buffers():
@@ -62,8 +66,7 @@ class NoRecomputation(OneProcess):
         return Calls(model, self.recomputing(model)), optimizer
 
     def recomputing(self, model: Any) -> Forward:
-        """The function that runs a chain of blocks, which it may change."""
-        run: Forward = model
+        run: Forward = self.options["way"](model)
         return run
 
     def prepare(self, model: nn.Module) -> None:
@@ -77,47 +80,59 @@ class NoRecomputation(OneProcess):
                 parameter.grad.zero_()
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
-        loss = losses[0]()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
+        return run_backward(losses[0], 1)
 
     def update(self, model: nn.Module, optimizer: Any) -> None:
         """Nothing: every step begins with the same weights."""
 
 
-class Sequential(NoRecomputation):
-    """PyTorch's ``checkpoint_sequential``; ``chunks``: of the chain."""
-
-    title = "checkpoint_sequential"
+class Planned(Recomputation):
+    """This library's plan within a ``budget``, or within the peak of a step in the ``way``."""
 
     def recomputing(self, model: Any) -> Forward:
-        chunks = min(self.options["chunks"], len(model))
-        return functools.partial(checkpoint_sequential, model, chunks, use_reentrant=False)
+        from hvd_ckpt.planning.planner import Planner
+
+        inputs, targets = self.example
+        first = next(model.parameters()).data_ptr()
+        if first not in _planners:
+            _planners[first] = Planner(model, inputs, loss=lambda output: self.workload.loss(output, targets))
+        if (first, self.options["way"]) not in _plans:
+            budget = self.options.get("budget") or self._peak(model)
+            _plans[first, self.options["way"]] = _planners[first].plan(budget)
+        applied: Forward = _plans[first, self.options["way"]].apply(model)
+        return applied
+
+    def _peak(self, model: nn.Module) -> int:
+        """Bytes that a step in the way takes above its start."""
+        inputs, targets = self.example
+        run = super().recomputing(model)
+
+        def step() -> None:
+            self.prepare(model)
+            self.accumulate(model, None, [lambda: self.workload.loss(run(inputs), targets)])
+
+        for _ in range(SETTLE):
+            step()
+        gc.collect()
+        return hc.measure_peak(step, self.device).peak_bytes
 
 
-class Blocks(NoRecomputation):
-    """PyTorch's ``checkpoint`` around every inner block, or every second one; with a ``saved`` set of operators, selectively."""
+def sequential(model: nn.Sequential, chunks: int) -> Forward:
+    """PyTorch's ``checkpoint_sequential``."""
+    return functools.partial(checkpoint_sequential, model, min(chunks, len(model)), use_reentrant=False)
 
-    title = "checkpoint every block"
-    defaults: ClassVar[dict[str, Any]] = {"stride": 1, "saved": None, "halve": False}
 
-    def recomputing(self, model: Any) -> Forward:
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self.options["saved"] is not None:
-            options["context_fn"] = self._contexts
-        chosen = range(1, len(model) - 1, self.options["stride"])
-        return walk(
-            model, {number: functools.partial(checkpoint, model[number], **options) for number in chosen}
-        )
+def blocks(model: nn.Sequential, stride: int = 1, saved: Operators = None, halve: bool = False) -> Forward:
+    """PyTorch's ``checkpoint`` around every inner block, or every second one; where operators are ``saved``, selectively."""
 
-    def _contexts(self) -> Any:
+    def contexts() -> Any:
         # Forward pass and recomputation each count for themselves, and so come to the same choice.
         counts = {False: 0, True: 0}
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if operator not in self.options["saved"]:
+            if saved is None or operator not in saved:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            halved = self.options["halve"] and operator not in ATTENTION
+            halved = halve and operator not in ATTENTION
             counts[context.is_recompute] += halved
             if halved and counts[context.is_recompute] % 2:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -125,71 +140,32 @@ class Blocks(NoRecomputation):
 
         return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if saved is None else {"context_fn": contexts})
+    calls: list[Forward] = list(model)
+    for number in range(1, len(model) - 1, stride):
+        calls[number] = functools.partial(checkpoint, model[number], **options)
+    return functools.partial(_through, calls)
 
-class Layers(NoRecomputation):
+
+def layers(model: nn.Sequential) -> Forward:
     """A DenseNet whose layers' concatenation, norm, activation and 1x1 convolution are checkpointed, as torchvision does it."""
+    from hvd_ckpt.app.models.densenet import DenseLayer
 
-    title = "checkpoint in each layer"
+    def narrow(modules: Sequence[nn.Module], *features: Tensor) -> Tensor:
+        return _through(modules, torch.cat(features, dim=1))
 
-    def recomputing(self, model: Any) -> Forward:
-        from hvd_ckpt.app.models.densenet import DenseLayer
+    def forward(images: Tensor) -> Tensor:
+        features: tuple[Tensor, ...] = (images,)
+        for block in model:
+            if isinstance(block, DenseLayer):
+                modules = list(block)
+                narrowed = checkpoint(narrow, modules[:3], *features, use_reentrant=False)
+                features = (*features, _through(modules[3:], narrowed))
+            else:
+                features = (block(features[0] if len(features) == 1 else torch.cat(features, dim=1)),)
+        return features[0]
 
-        def narrow(modules: Sequence[nn.Module], *features: Tensor) -> Tensor:
-            return _through(modules, torch.cat(features, dim=1))
-
-        def forward(images: Tensor) -> Tensor:
-            features: tuple[Tensor, ...] = (images,)
-            for block in model:
-                if isinstance(block, DenseLayer):
-                    modules = list(block)
-                    narrowed = checkpoint(narrow, modules[:3], *features, use_reentrant=False)
-                    features = (*features, _through(modules[3:], narrowed))
-                else:
-                    features = (block(features[0] if len(features) == 1 else torch.cat(features, dim=1)),)
-            return features[0]
-
-        return forward
-
-
-class Compiled(NoRecomputation):
-    """``torch.compile`` with an activation memory ``budget``: 1 for what it keeps by itself, 0 for as little as it can."""
-
-    title = "torch.compile"
-
-    def recomputing(self, model: Any) -> Forward:
-        def compile_graph(
-            graph: Any, inputs: Any
-        ) -> Any:  # one for each budget: compiled code is kept by backend
-            from torch._functorch import config
-            from torch._inductor.compile_fx import compile_fx
-
-            with config.patch(activation_memory_budget=self.options["budget"]):
-                return compile_fx(graph, inputs)
-
-        compiled: Forward = torch.compile(model, backend=compile_graph)
-        return compiled
-
-
-class Planned(NoRecomputation):
-    """This library's plan within a ``budget``, or within the peak of the engine that it is ``like``."""
-
-    title = "plan"
-    defaults: ClassVar[dict[str, Any]] = {"budget": None, "like": None}
-
-    def recomputing(self, model: Any) -> Forward:
-        from hvd_ckpt.planning.planner import Planner
-
-        like, (inputs, targets) = self.options["like"], self.example
-        if like is not None and like not in self.peaks:
-            raise RuntimeError(f"{like} has no peak to plan for")
-        budget = self.peaks[like] if like is not None else self.options["budget"]
-        key = next(model.parameters()).data_ptr()
-        if key not in _planners:
-            _planners[key] = Planner(model, inputs, loss=lambda output: self.workload.loss(output, targets))
-        if (key, budget) not in _plans:
-            _plans[key, budget] = _planners[key].plan(budget)
-        applied: Forward = _plans[key, budget].apply(model)
-        return applied
+    return forward
 
 
 def _through(calls: Sequence[Forward], features: Tensor) -> Tensor:
@@ -198,30 +174,18 @@ def _through(calls: Sequence[Forward], features: Tensor) -> Tensor:
     return features
 
 
-def walk(model: nn.Sequential, replaced: Mapping[int, Forward]) -> Forward:
-    """A function that runs the chain with some blocks replaced."""
-    calls: list[Forward] = [replaced.get(number, block) for number, block in enumerate(model)]
-    return functools.partial(_through, calls)
-
-
-METHODS: dict[str, type[Engine]] = {
-    "none": NoRecomputation,
-    **{
-        f"sequential-{count}": variant(Sequential, f"{count} chunks", chunks=count) for count in (2, 4, 8, 16)
-    },
-    "blocks": Blocks,
-    "blocks-2": variant(Blocks, "checkpoint every second block", stride=2),
-    "layers": Layers,
-    "matmuls-saved": variant(Blocks, "selective, matmuls saved", saved=EXPENSIVE),
-    "half-saved": variant(Blocks, "selective, every second matmul saved", saved=EXPENSIVE, halve=True),
-    "attention-saved": variant(Blocks, "selective, attention saved", saved=ATTENTION),
-    **{
-        f"compile-{budget:g}": variant(Compiled, f"budget {budget:g}", budget=budget)
-        for budget in (1, 0.5, 0)
-    },
+WAYS: dict[str, Callable[[Any], Forward]] = {
+    **{f"sequential-{count}": functools.partial(sequential, chunks=count) for count in (2, 4, 8, 16)},
+    "blocks": blocks,
+    "blocks-2": functools.partial(blocks, stride=2),
+    "layers": layers,
+    "matmuls-saved": functools.partial(blocks, saved=EXPENSIVE),
+    "half-saved": functools.partial(blocks, saved=EXPENSIVE, halve=True),
+    "attention-saved": functools.partial(blocks, saved=ATTENTION),
 }
 ENGINES: dict[str, type[Engine]] = {
-    **METHODS,
-    **{f"plan-{name}": variant(Planned, f"plan at the peak of {name}", like=name) for name in METHODS},
-    "plan-min": variant(Planned, "plan of the smallest peak", budget="min"),
+    "none": Recomputation,
+    **{name: variant(Recomputation, way=way) for name, way in WAYS.items()},
+    **{f"plan-{name}": variant(Planned, way=way) for name, way in WAYS.items()},
+    "plan-min": variant(Planned, budget="min"),
 }

@@ -1,43 +1,90 @@
-"""Engines that split what a model needs over the ranks: this library's stages, with whole blocks as units, and PyTorch's."""
+"""Engines that split what a model needs over the ranks: this library's stages, with whole blocks as units, and PyTorch's; and this
+library's replicas."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_ckpt.app.compare.runner.engine import Engine, Held, OnTorch, held_by
-from hvd_ckpt.app.compare.runner.engines import DDP, Sharded, variant
+import hvd_ckpt as hc
+from hvd_ckpt.app.compare.runner.engine import Engine, Held, OnTorch, gradients_of, held_by, run_backward
+from hvd_ckpt.app.compare.runner.engines import DDP, HvdCkpt, variant
+from hvd_ckpt.parallel.pipeline.chain import Chain
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The inner blocks of a chain, whether they are recomputed or not."""
-    return [getattr(block, "block", block) for block in list(model.children())[1:-1]]
+    return [getattr(block, "layer", block) for block in list(model.children())[1:-1]]
 
 
-class Stage(Sharded):
-    """This library at a stage, ``shard``; ``offload``: the optimizer's state is on disk."""
+class Stage(HvdCkpt):
+    """This library with the model's states split over the ranks, and the backward passes of a step reduced together.
+
+    Args:
+        shard: the stage, from 1 to 3; other options may be those of ``hc.Shard``, too.
+        offload: ``optimizer``, whose state is then on disk.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"master_weights": False}
+    reduces_by = ""  # a shard is not the gradient of a parameter
 
     def start(self, folder: Path) -> None:
         super().start(folder)
         self._folder = folder / "offload"
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        if self.options["shard"] == 3:
+        # A chain that recomputes its blocks makes them units by itself.
+        if self.options["shard"] == 3 and not isinstance(model, Chain):
             self.options["units"] = units_of(model)
         if "offload" in self.options:
             self._folder.mkdir(exist_ok=True)
             self.options["offload_folder"] = self._folder
-        return super().wrap(model, optimizer, passes)
+        options = dict(self.options)
+        names = {field.name for field in dataclasses.fields(hc.Shard)} & options.keys()
+        shard = hc.Shard(options.pop("shard"), **{name: options.pop(name) for name in names})
+        named = model.named_parameters()
+        return model, hc.DistributedOptimizer(
+            optimizer,
+            named_parameters=named,
+            backward_passes_per_step=passes,
+            shard=shard,
+            model=model,
+            **options,
+        )
+
+    def held(self, model: nn.Module, optimizer: Any) -> Held:
+        held = held_by([*model.parameters(), *(piece.parameter for piece in optimizer.pieces)], optimizer)
+        # From stage 2 on the gradients of parameters have left: only those of the pieces are held.
+        return (
+            held if self.options["shard"] > 1 else held._replace(gradients=gradients_of(model.parameters()))
+        )
+
+
+class Replicas(HvdCkpt):
+    """This library with as many logical replicas as ranks."""
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        self.options = {"model": model, "replicas": self.size}
+        return super().wrap(model, optimizer)
+
+    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        optimizer.zero_grad()
+        mean = 0.0
+        for backward_pass in optimizer.local_replicas():
+            with backward_pass:
+                mean += sum(run_backward(loss, len(losses)) for loss in losses)
+        optimizer.synchronize()
+        return mean
 
 
 class Zero(DDP):
     """ZeroRedundancyOptimizer with DistributedDataParallel: the optimizer's state is split, a parameter as a whole."""
-
-    title = "ZeroRedundancyOptimizer"
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -52,8 +99,6 @@ class Zero(DDP):
 
 class FSDP2(OnTorch):
     """``fully_shard``: at ``stage`` 3 parameters are split again after forward, at stage 2 not before the end of backward."""
-
-    title = "FSDP2"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -72,9 +117,10 @@ class FSDP2(OnTorch):
 
 
 ENGINES: dict[str, type[Engine]] = {
-    **{f"stage-{stage}": variant(Stage, f"hvd_ckpt, stage {stage}", shard=stage) for stage in (1, 2, 3)},
-    "stage-3-offload": variant(Stage, "hvd_ckpt, stage 3, offload", shard=3, offload="optimizer"),
+    **{f"stage-{stage}": variant(Stage, shard=stage) for stage in (1, 2, 3)},
+    "stage-3-offload": variant(Stage, shard=3, offload="optimizer"),
+    "replicas": Replicas,
     "zero": Zero,
-    "fsdp2-2": variant(FSDP2, "FSDP2, stage 2", stage=2),
-    "fsdp2-3": variant(FSDP2, "FSDP2, stage 3", stage=3),
+    "fsdp2-2": variant(FSDP2, stage=2),
+    "fsdp2-3": variant(FSDP2, stage=3),
 }

@@ -1,4 +1,7 @@
-"""The layouts that ``hvd-ckpt layout --ranks`` chooses for clusters of up to 16,384 ranks. Nothing is measured."""
+"""Predict which layout is fastest on up to 16,384 ranks, and why. Nothing is measured.
+
+--set changes the model, its samples and memory (GiB) on each rank, TFLOP/s, the ranks of a host, and Gbit/s within a host.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Row, figure
+from benchmarks.pictures import Line, draw_lines
 from benchmarks.suite import Axis, Suite
-from benchmarks.suites.scale import GPT
 from benchmarks.worker import Found, MeasuredJob
-from hvd_ckpt.app.compare.runner.report import Column, save_figure
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.prediction.computation import Sample, counted
+from hvd_ckpt.planning.step import Sample
+from hvd_ckpt.prediction.computation import counted
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.network import Network
 
+GPT = {"vocabulary": 50257, "length": 2048}
+QUICK = {"memory": 1, "vocabulary": 512, "length": 128, "width": 256, "heads": 8, "layers": 4}
 CLUSTER = {
     "batch": 4,
     "tflops": 200.0,
@@ -35,13 +40,13 @@ def predict(job: MeasuredJob) -> list[Found]:
 
 def predicted(case: Case) -> Found:
     """The fastest layout, and the fastest of those in which each rank is a replica."""
-    sizes = case.sizes
-    network = Network(min(sizes["local"], case.np), case.at["link"] * 1e9 / 8, sizes["local_link"] * 1e9 / 8)
-    layouts, ideal = layouts_of(*(sizes[name] for name in ("tflops", *GPT)))
-    batch = case.np * sizes["batch"]
+    shape = dict(case.sizes)
+    batch, tflops, local, local_link, memory = (shape.pop(name) for name in (*CLUSTER, "memory"))
+    network = Network(min(local, case.np), float(case.at["link"]) * 1e9 / 8, local_link * 1e9 / 8)
+    layouts, ideal = layouts_of(tflops, tuple(shape.items()))
     # Computation depends on none of these, and is counted once.
     layouts = dataclasses.replace(
-        layouts, ranks=case.np, batch=batch, network=network, memory=sizes["memory"] << 30
+        layouts, ranks=case.np, batch=case.np * batch, network=network, memory=memory << 30
     )
     fit = [row for row in layouts.rows() if row.fits]
     if not fit:
@@ -52,89 +57,60 @@ def predicted(case: Case) -> Found:
         "layout": str(best.layout),
         "limit": best.limit,
         "recomputing": best.recomputing,
-        "efficiency": ideal * sizes["batch"] / best.seconds,
+        "efficiency": ideal * batch / best.seconds,
         "alone_layout": None if alone is None else str(alone.layout),
-        "alone_efficiency": None if alone is None else ideal * sizes["batch"] / alone.seconds,
+        "alone_efficiency": None if alone is None else ideal * batch / alone.seconds,
     }
 
 
 @functools.cache
-def layouts_of(tflops: float, *sizes: int) -> tuple[Layouts, float]:
+def layouts_of(tflops: float, shape: tuple[tuple[str, Any], ...]) -> tuple[Layouts, float]:
     """The layouts of a model, whose cluster is filled in, and seconds of a sample on a rank that only computes."""
-    shape: dict[str, Any] = dict(zip(GPT, sizes))
     with torch.device("meta"):
-        model = gpt(**shape)
+        model = gpt(**dict(shape))
 
     def sample(samples: int) -> Sample:
-        tokens = torch.zeros(samples, shape["length"], dtype=torch.long, device="meta")
+        tokens = torch.zeros(samples, dict(shape)["length"], dtype=torch.long, device="meta")
         return Sample((tokens,), {}, None)
 
     once = counted(model, sample(1), tflops * 1e12)
     ideal = sum(block.choices[0].seconds for block in once.chain)
-    return Layouts(model, 1, 0, 1, Network(), sample).counted(tflops), ideal
+    return Layouts(model, 1, 0, 1, Network(), sample, tflops=tflops), ideal
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[str]:
     """Efficiency by the number of ranks: of the fastest layout, and dashed of the fastest in which each rank is a replica."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.figures]
-    models = list(dict.fromkeys(row.case.workload for row in rows))
-    if not models:
-        return []
-    figure = Figure(figsize=(6 * len(models), 4.5), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False, sharey=True)[0], models):
-        links = dict.fromkeys(row.case.at["link"] for row in rows)
+    panels: dict[str, list[Line]] = {}
+    links = list(dict.fromkeys(row.case.at["link"] for row in rows))
+    for model in dict.fromkeys(row.case.workload for row in rows):
+        lines = panels.setdefault(f"{model}, predicted", [])
         for number, link in enumerate(links):
             own = [row for row in rows if (row.case.workload, row.case.at["link"]) == (model, link)]
-            for name, style in (("efficiency", "-"), ("alone_efficiency", "--")):
-                found = [row for row in own if row.over(name) is not None]
-                what = "" if name == "efficiency" else ", each rank a replica"
-                axes.plot(
-                    [row.case.np for row in found],
-                    [row.over(name) for row in found],
-                    style,
-                    marker="o",
-                    color=f"C{number}",
-                    label=f"{link} Gbit/s{what}",
-                )
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="ranks", title=f"{model}, predicted")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("efficiency")
-    figure.axes[0].legend(fontsize=8)
-    return [save_figure(figure, folder / "clusters.png")]
-
-
-def figure(title: str, name: str, form: Any = "", left: bool = False) -> Column:
-    """A predicted figure."""
-    return Column(title, lambda row: row.over(name), form, key=name, left=left)
+            for name, what, linestyle in (("", "", "-"), ("alone_", ", each rank a replica", "--")):
+                found = {row.case.np: row.over(f"{name}efficiency") for row in own}
+                values = {ranks: value for ranks, value in found.items() if value is not None}
+                style = {"label": f"{link} Gbit/s{what}", "color": f"C{number}", "marker": "o"}
+                lines.append(Line(values, {**style, "linestyle": linestyle}))
+    return draw_lines(folder / "clusters.png", panels, "ranks", "efficiency", doubling=True)
 
 
 clusters = Suite(
-    name="clusters",
-    title="Layouts of large clusters, predicted",
-    help="""Predict which layout is fastest on up to 16,384 ranks, and why. Nothing is measured.
-
-    --set changes the model, its samples and memory (GiB) on each rank, TFLOP/s, the ranks of a host, and Gbit/s within a host.
-    """,
     engines=("layout",),
-    workloads={"gpt-1.3b": "", "gpt-13b": ""},
+    workloads=("gpt-1.3b", "gpt-13b"),
     columns=(
-        figure("layout", "layout", left=True),
-        figure("limit", "limit", left=True),
+        figure("layout", "layout"),
+        figure("limit", "limit"),
         figure("recomputing", "recomputing", ".0%"),
         figure("efficiency", "efficiency", ".0%"),
-        figure("each rank a replica", "alone_layout", left=True),
+        figure("each rank a replica", "alone_layout"),
         figure("efficiency of that", "alone_efficiency", ".0%"),
     ),
-    axes={"link": Axis("Gbit/s of a host.", {"25": 25, "400": 400})},
-    options=lambda case: {},
+    axes={"link": Axis("Gbit/s of a host.", ("25", "400"))},
     sizes={
-        "gpt-1.3b": {**CLUSTER, "memory": 40, **dict(zip(GPT, (50257, 2048, 2048, 16, 24)))},
-        "gpt-13b": {**CLUSTER, "memory": 80, **dict(zip(GPT, (50257, 2048, 5120, 40, 40)))},
+        "gpt-1.3b": {**CLUSTER, "memory": 40, **GPT, "width": 2048, "heads": 16, "layers": 24},
+        "gpt-13b": {**CLUSTER, "memory": 80, **GPT, "width": 5120, "heads": 40, "layers": 40},
     },
-    quick_sizes={"gpt-1.3b": {**CLUSTER, "memory": 1, **dict(zip(GPT, (512, 128, 256, 8, 4)))}},
+    quick_sizes={"gpt-1.3b": {**CLUSTER, **QUICK}},
     np="8,64,1024,16384",
     controllers="mpi",
     rounds=1,

@@ -1,155 +1,112 @@
-"""The choice of ``hvd-ckpt layout`` beside all other layouts that fit, each of which is trained for a few steps."""
+"""Train with every layout that fits a memory, and compare the one that `hvd-ckpt layout` chooses with the fastest.
+
+Memories lie between what the leanest layout needs and what all layouts have at most. With --link, the ranks are on hosts with
+slow links, as root on Linux. Run it on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.case import Case
+from benchmarks.case import Case, figure
 from benchmarks.suite import Axis, Suite
-from benchmarks.suites.scale_on_hosts import hosts, on_hosts
+from benchmarks.suites.scale_on_hosts import hosts
 from benchmarks.worker import Found, MeasuredJob
-from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_of
-from hvd_ckpt.app.compare.runner.report import Column
-from hvd_ckpt.app.training.trial import Trial, temporary_folder, trial
+from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_for
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.trial import Trial, compared
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.training_layout import LayoutRow
 
-STEPS = 20  # of these trials
+STEPS = 20  # of trials in the end
 AGAIN = 4  # layouts that are measured again in turn, the fastest ones
 TOO_LARGE = 4  # layouts that are trained although they are called too large, those that need least
+MEMORIES = {
+    "roomy": 1.05,
+    "half": 0.5,
+    "floor": 0.08,
+}  # of the way from the least that layouts need to the most
 SECONDS_PER_KIND = 0.4  # of timing for a plan; each layout needs its own
 
 
-class Sweep:
-    """All layouts of one workload on these ranks.
-
-    Args:
-        stack: keeps the folder of its plans.
-
-    Attributes:
-        seconds: in which links and computation were measured.
-    """
-
-    def __init__(self, job: MeasuredJob, case: Case, stack: contextlib.ExitStack) -> None:
-        sizes = dict(case.sizes)
-        self._name, batch = sizes.pop("model"), sizes.pop("batch")
-        self._sizes, self._job = sizes, job
-        start = time.perf_counter()
-        self._layouts: Layouts = job_of(self._name, sizes, {}, 1 << 62, {}, job.device, print, batch=batch)
-        rows = self._layouts.rows()
-        self.seconds = time.perf_counter() - start
-        self._plans = stack.enter_context(temporary_folder())
-        self._most = max(row.peak for row in rows)
-        self._least = dataclasses.replace(self._layouts, memory=1).rows()[0].peak
-        self._known: dict[str, list[Trial | str]] = {}
-
-    def run(self, share: float) -> Found:
-        """What comes of a memory: a share of the way from what the leanest layout needs to what all layouts have at most."""
-        memory = round(self._least + share * (self._most - self._least))
-        layouts = dataclasses.replace(self._layouts, memory=memory)
-        rows = layouts.rows()
-        fit = [row for row in rows if row.fits]
-        start = time.perf_counter()
-        chosen, _, _ = choose(rows, TRIED, self._settings, memory, print)
-        choosing = self.seconds + time.perf_counter() - start
-        # Horovod starts anew for other stages and parts.
-        for row in sorted(fit, key=lambda row: (row.layout.stages, row.layout.tensor)):
-            self._try(row)
-        ran = sorted((row for row in fit if self._of(row)), key=lambda row: self._fastest(row))
-        again = {id(row): row for row in [*ran[:AGAIN], chosen]}.values()
-        for number in range(self._job.steps):
-            for row in again if number % 2 else reversed([*again]):
-                self._try(row, STEPS)
-        # With a little more than the least budget, since plans are measured.
-        larger = [
-            dataclasses.replace(row, budget=round(1.03 * (row.budget or 0)))
-            for row in rows[len(fit) : len(fit) + TOO_LARGE]
-        ]
-        for row in larger:
-            self._try(row)
-        needs = [peak for row in larger if (peak := max((each.peak for each in self._of(row)), default=0))]
-        best = min(again, key=self._fastest)
-        return {
-            "memory_bytes": memory,
-            "chosen": str(chosen.layout),
-            "best": str(best.layout),
-            "of_best": self._fastest(chosen) / self._fastest(best),
-            "of_memory": max(each.peak for each in self._of(chosen)) / memory,
-            "layouts": len(fit),
-            "too_large": f"{sum(peak > memory for peak in needs)} of {len(needs)}",
-            "predicted": str(fit[0].layout),
-            "of_predicted": self._fastest(fit[0]) / self._fastest(best),
-            "choosing": choosing,
-            "rows": [self._described(row) for row in [*fit, *larger]],
-        }
-
-    def _try(self, row: LayoutRow, again: int = 0) -> None:
-        settings = self._settings(row)
-        runs = self._known.setdefault(str(settings), [])
-        if again or not runs:
-            print(row, flush=True)
-            try:
-                found = trial(settings, again or 6, self._plans)
-                runs.append(found._replace(peak=found.peak + row.unrecorded))
-            except ValueError as error:
-                runs.append(str(error))
-            print(runs[-1], flush=True)
-
-    def _runs(self, row: LayoutRow) -> list[Trial | str]:
-        return self._known[str(self._settings(row))]
-
-    def _settings(self, row: LayoutRow) -> dict[str, Any]:
-        return settings_of(self._name, self._sizes, {}, row, self._layouts)
-
-    def _of(self, row: LayoutRow) -> list[Trial]:
-        return [each for each in self._runs(row) if isinstance(each, Trial)]
-
-    def _fastest(self, row: LayoutRow) -> float:
-        # Other work on a machine makes a step slower, never faster.
-        return min((each.seconds for each in self._of(row)), default=float("inf"))
-
-    def _described(self, row: LayoutRow) -> list[Any]:
-        runs = self._runs(row)
-        return [str(row.layout), row.seconds, row.peak, row.recomputing, row.limit, row.budget, runs]
-
-
 def measure(job: MeasuredJob) -> list[Found]:
-    """What comes of each case."""
+    """What comes of each case; links and computation are measured once for each workload."""
     kinds._SECONDS_PER_KIND = SECONDS_PER_KIND
-    sweeps: dict[str, Sweep] = {}
+    known: dict[str, tuple[Layouts, float]] = {}
     found = []
-    with contextlib.ExitStack() as stack:
-        for case in job.cases:
-            if case.workload not in sweeps:
-                sweeps[case.workload] = Sweep(job, case, stack)
-            found.append(sweeps[case.workload].run(case.at["memory"]))
+    for case in job.cases:
+        if case.workload not in known:
+            start = time.perf_counter()
+            config = config_of(case, job.device)
+            layouts = job_of(config, config.batch, 1 << 62, None, print)
+            known[case.workload] = layouts, time.perf_counter() - start
+        found.append(sweep(case, config_of(case, job.device), *known[case.workload]))
     return found
 
 
-def figure(title: str, name: str, form: Any = "", left: bool = False) -> Column:
-    """A figure that all ranks have found."""
-    return Column(title, lambda row: row.over(name), form, key=name, left=left)
+def config_of(case: Case, device: str) -> Config:
+    """The settings of a run with the sizes of a case, whose batch is that of all ranks."""
+    return Config.make({**case.sizes, "device": device})
+
+
+def sweep(case: Case, config: Config, layouts: Layouts, measuring: float) -> Found:
+    """What comes of a memory: a share of the way from what the leanest layout needs to what all layouts have at most."""
+
+    def settings(row: LayoutRow) -> dict[str, Any]:
+        return settings_for(config, row, layouts)
+
+    def tried(rows: Sequence[LayoutRow], steps: int) -> dict[LayoutRow, Trial]:
+        # Horovod starts anew for other stages and parts.
+        rows = sorted(rows, key=lambda row: (row.layout.stages, row.layout.tensor))
+        unrecorded = [row.unrecorded for row in rows]
+        trials = compared([settings(row) for row in rows], unrecorded, memory, print, steps)
+        return {row: trial for row, trial in zip(rows, trials) if isinstance(trial, Trial)}
+
+    least = dataclasses.replace(layouts, memory=1).rows()[0].peak
+    most = max(row.peak for row in layouts.rows())
+    memory = round(least + MEMORIES[case.at["memory"]] * (most - least))
+    rows = dataclasses.replace(layouts, memory=memory).rows()
+    fit = [row for row in rows if row.fits]
+    start = time.perf_counter()
+    chosen = choose(rows, TRIED, settings, memory, print)[0] or fit[0]
+    choosing = measuring + time.perf_counter() - start
+    # With a little more than the least budget, since plans are measured.
+    larger = [
+        dataclasses.replace(row, budget=round(1.03 * (row.budget or 0)))
+        for row in rows[len(fit) : len(fit) + TOO_LARGE]
+    ]
+    found = tried([*fit, *larger], 6)
+    ran = sorted((row for row in fit if row in found), key=lambda row: found[row].seconds)
+    again = tried(list(dict.fromkeys([*ran[:AGAIN], chosen])), STEPS)
+    best = min(again, key=lambda row: again[row].seconds)
+    predicted = again.get(fit[0]) or found.get(fit[0])
+    needs = [found[row].peak for row in larger if row in found]
+    return {
+        "memory_bytes": memory,
+        "chosen": str(chosen.layout),
+        "best": str(best.layout),
+        "of_best": again[chosen].seconds / again[best].seconds,
+        "of_memory": max(trials[chosen].peak for trials in (found, again)) / memory,
+        "layouts": len(fit),
+        "too_large": f"{sum(peak > memory for peak in needs)} of {len(needs)}",
+        "of_predicted": predicted and predicted.seconds / again[best].seconds,
+        "choosing": choosing,
+        "rows": [[str(row.layout), row.seconds, row.peak, found.get(row)] for row in [*fit, *larger]],
+    }
 
 
 layouts = Suite(
-    name="layouts",
-    title="The chosen layout beside all others",
-    help="""Train with every layout that fits a memory, and compare the one that `hvd-ckpt layout` chooses with the fastest.
-
-    Memories lie between what the leanest layout needs and what all layouts have at most. With --link, the ranks are on hosts with
-    slow links, as root on Linux. Run it on a machine that does nothing else.
-    """,
     engines=("layout",),
-    workloads={"gpt": "", "bert": "", "densenet": ""},
+    workloads=("gpt", "bert", "densenet"),
     columns=(
         figure("MiB", "memory_bytes", lambda value: f"{value / 2**20:.0f}"),
         figure("layouts", "layouts"),
-        figure("chosen", "chosen", left=True),
-        figure("best", "best", left=True),
+        figure("chosen", "chosen"),
+        figure("best", "best"),
         figure("of best", "of_best", ".2f"),
         figure("predicted", "of_predicted", ".2f"),
         figure("of memory", "of_memory", ".2f"),
@@ -157,25 +114,22 @@ layouts = Suite(
         figure("choosing s", "choosing", ".0f"),
     ),
     axes={
-        "memory": Axis("Of each rank.", {"roomy": 1.05, "half": 0.5, "floor": 0.08}),
-        "link": Axis("Mbit/s of a host.", {"none": 0, "1000": 1000, "100": 100}, "none"),
+        "memory": Axis("Of each rank.", tuple(MEMORIES)),
+        "link": Axis("Mbit/s of a host.", ("none", "1000", "100"), "none"),
     },
-    options=lambda case: {},
     sizes={
-        "gpt": {"model": "gpt-tiny", "batch": 16, "length": 64},
-        "bert": {"model": "bert-tiny", "batch": 16, "length": 64},
+        "gpt": {"model": "gpt-tiny", "batch": 16, "sequence_length": 64},
+        "bert": {"model": "bert-tiny", "batch": 16, "sequence_length": 64},
         "densenet": {"model": "densenet-22", "batch": 32, "pixels": 16},
     },
     quick_sizes={
-        name: {"model": "gpt-tiny", "batch": 2, "length": 8} for name in ("gpt", "bert", "densenet")
+        name: {"model": "gpt-tiny", "batch": 2, "sequence_length": 8} for name in ("gpt", "bert", "densenet")
     },
     controllers="gloo,mpi",
-    rounds=3,
-    quick={"np": "2", "controller": "gloo", "workloads": "gpt", "memory": "floor", "rounds": 1},
+    quick={"np": "2", "controller": "gloo", "workloads": "gpt", "memory": "floor"},
+    rounds=1,
     together=True,
-    timed=False,
-    within=lambda case: hosts(case) if case.at["link"] else (),
-    launcher=lambda case: on_hosts(case) if case.at["link"] else [],
+    within=hosts,
     worker="benchmarks.suites.layouts:measure",
     notes=(
         "of best: seconds of a step of the chosen layout as a ratio to those of the fastest, each the least of several runs in "

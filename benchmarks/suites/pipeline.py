@@ -1,4 +1,8 @@
-"""Pipeline stages: time of steps, memory and messages of this library's and of torch.distributed.pipelining."""
+"""Time training steps in pipeline stages with this library and torch.distributed.pipelining, in jobs that alternate.
+
+Reports for each schedule the time of a step, its ratio to torch's, the speed-up over one rank without stages as a part of what
+the schedule allows, memory of the largest stage, and bytes sent. Run it on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -78,20 +82,13 @@ def of_unstaged(row: Row, rows: Sequence[Row]) -> Any:
 
 
 pipeline = Suite(
-    name="pipeline",
-    title="Pipeline stages, timed",
-    help="""Time training steps in pipeline stages with this library and torch.distributed.pipelining, in jobs that alternate.
-
-    Reports for each schedule the time of a step, its ratio to torch's, the speed-up over one rank without stages as a part of what
-    the schedule allows, memory of the largest stage, and bytes sent. Run it on a machine that does nothing else.
-    """,
     engines=("unstaged", "stages", "torch-stages"),
-    workloads={"gpt": "", "resnet": ""},
+    workloads=("gpt", "resnet"),
     columns=("peak", "sent"),
     against={"of torch-stages": "torch-stages", "of ideal": of_ideal, "peak of unstaged": of_unstaged},
     axes={
-        "schedule": Axis("Schedules.", {name: name for name in VIRTUAL}),
-        "recompute": Axis("What stages recompute.", {"never": "never", "always": "always"}),
+        "schedule": Axis("Schedules.", tuple(VIRTUAL)),
+        "recompute": Axis("What stages recompute.", ("never", "always")),
     },
     keeps=keeps,
     options=options,

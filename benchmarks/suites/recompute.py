@@ -1,14 +1,18 @@
-"""Memory and time of recomputation: this library's plans beside no recomputation and everything else that recomputes."""
+"""Time a step and measure its peak with this library's plans and with everything else that recomputes.
+
+Each way has a plan beside it whose budget is the peak of that way. All run in one process, step by step in turn, on the same
+parameters. Run it on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Row, ratio_to
 from benchmarks.suite import Suite
 
-METHODS = (
+WAYS = (
     *("sequential-2", "sequential-4", "sequential-8", "sequential-16", "blocks", "blocks-2", "layers"),
     *("matmuls-saved", "half-saved", "attention-saved"),
 )
@@ -27,17 +31,11 @@ def of_method(row: Row, rows: Sequence[Row]) -> Any:
     return row.ratio(row.peer(rows, method)) if method != row.case.engine else None
 
 
-def peak_of_none(row: Row, rows: Sequence[Row]) -> Any:
-    """The peak of a step as a ratio to that without recomputation."""
-    return row.peak_ratio(row.peer(rows, "none"), "step_bytes")
-
-
 def result(row: Row, rows: Sequence[Row]) -> str | None:
     """Whether loss and gradients are, bit for bit, those without recomputation, and the buffers."""
-    none = row.peer(rows, "none")
-    if none is None or not row.figures or not none.figures:
+    same = row.same(row.peer(rows, "none"), "hash", "buffer_hash")
+    if same is None:
         return None
-    same = [row.figures[name] == none.figures[name] for name in ("hash", "buffer_hash")]
     return "bitwise" if all(same) else "running statistics differ" if same[0] else "differs"
 
 
@@ -47,20 +45,16 @@ def sound(row: Row, rows: Sequence[Row]) -> bool:
 
 
 recompute = Suite(
-    name="recompute",
-    title="Recomputation, measured",
-    help="""Time a step and measure its peak with this library's plans and with everything else that recomputes.
-
-    Each way has a plan beside it whose budget is the peak of that way. All run in one process, step by step in turn, on the same
-    parameters. Engines compile-1, compile-0.5 and compile-0 are torch.compile with its activation memory budgets, which takes about
-    a minute for each. Run it on a machine that does nothing else.
-    """,
-    engines=("none", *METHODS, *(f"plan-{name}" for name in METHODS), "plan-min"),
-    workloads={"gpt": "", "bert": "", "densenet": "", "lstm": ""},
+    engines=("none", *WAYS, *(f"plan-{name}" for name in WAYS), "plan-min"),
+    workloads=("gpt", "bert", "densenet", "lstm"),
     columns=("step_peak", "hash"),
-    against={"of none": "none", "of the way": of_method, "peak of none": peak_of_none, "result": result},
+    against={
+        "of none": "none",
+        "of the way": of_method,
+        "peak of none": ratio_to("none", "step_bytes"),
+        "result": result,
+    },
     keeps=keeps,
-    options=lambda case: {},
     quick_sizes={
         "gpt": {"batch": 2, "length": 32, "width": 32, "heads": 2, "layers": 4},
         "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},

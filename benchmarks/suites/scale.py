@@ -1,5 +1,8 @@
-"""Steps and starts on up to 16,384 ranks, predicted from a model's sizes: :mod:`hvd_ckpt.prediction.step_time`, and what takes time
-beside steps. Nothing is measured."""
+"""Predict what communication costs on up to 16,384 ranks. Nothing is measured.
+
+--set changes the model, the ranks of a host, links in Gbit/s and times in microseconds, such as link=100,latency=5; the report
+names all.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Row, figure, ratio_to
+from benchmarks.pictures import Line, draw_lines
 from benchmarks.suite import Suite
 from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.report import Column, in_mib, save_figure
+from hvd_ckpt.app.compare.runner.report import in_mib
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import BASELINES, WAYS, ModelSizes, Split
+from hvd_ckpt.prediction.step_time import BASELINES, WAYS, ModelSizes
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
-GPT = ("vocabulary", "length", "width", "heads", "layers")
 SIZES: dict[str, Any] = {
     "batch": 1,  # sequences of a rank in a step
+    "vocabulary": 50257,
+    "length": 2048,
+    "width": 2048,
+    "heads": 16,
+    "layers": 24,
     "tflops": 50.0,  # of a rank
     "every": 50,  # steps between two averages of local SGD
     "stages": 8,
@@ -48,15 +57,17 @@ def keeps(case: Case) -> bool:
     if case.np > (local := case.sizes["local"]) and case.np % local:
         raise BadArgument(f"--np {case.np}: give numbers up to local={local}, or multiples of it")
     split = split_of(case)
-    return case.np % (split.stages * split.parts) == 0
+    return case.np % (split.stages * split.tensor) == 0
 
 
-def split_of(case: Case) -> Split:
+def split_of(case: Case) -> TrainingLayout:
     """How ranks train together."""
     sizes, way = case.sizes, case.engine
     stages, parts = sizes["stages"] if way == "stages" else 1, sizes["parts"] if way == "tensor" else 1
     micro_batches = sizes["micro_batches"] if stages > 1 else 1
-    return Split(case.np, stages, parts, micro_batches, sizes["every"])
+    return TrainingLayout(
+        case.np, stages=stages, tensor=parts, micro_batches=micro_batches, every=sizes["every"]
+    )
 
 
 def predict(job: MeasuredJob) -> list[Found]:
@@ -66,40 +77,42 @@ def predict(job: MeasuredJob) -> list[Found]:
 
 def predicted(case: Case) -> Found:
     """A step and a start; of local SGD a step is the mean up to an average."""
-    sizes, ranks, gigabit, micro = case.sizes, case.np, 1e9 / 8, 1e-6
+    sizes = case.sizes
+    gigabits = {f"{where}bandwidth": sizes[f"{where}link"] * 1e9 / 8 for where in ("", "local_")}
+    times = {name: sizes[name] * 1e-6 for name in ("latency", "local_latency", "message")}
     network = Network(
-        local=sizes["local"],
-        bandwidth=sizes["link"] * gigabit,
-        local_bandwidth=sizes["local_link"] * gigabit,
-        latency=sizes["latency"] * micro,
-        local_latency=sizes["local_latency"] * micro,
-        message=sizes["message"] * micro,
-        controller=case.controller,
-        one_level=bool(sizes["one_level"]),
+        sizes["local"], controller=case.controller, one_level=bool(sizes["one_level"]), **gigabits, **times
     )
-    model = sizes_of(*(sizes[name] for name in ("batch", "tflops", *GPT)))
+    model = sizes_of(
+        *(sizes[name] for name in ("tflops", "batch", "vocabulary", "length", "width", "heads", "layers"))
+    )
     step = model.step(case.engine, split_of(case), network)
     steps = sizes["every"] if case.engine == "local" else 1
-    found: Found = {
+    other = case.engine in BASELINES
+    return {
         "seconds": [step.seconds / steps],
         "efficiency": step.efficiency,
         "communicating": step.communicating / steps,
         "sent": step.sent / steps,
-        "messages": step.messages / steps,
+        "start": None if other else start(case.engine, model.model, network, case.np),
     }
-    if case.engine not in BASELINES:
-        found |= {"start": start(case.engine, model.model, network, ranks), "agreement": step.agreement}
-    return found
 
 
 @functools.cache
-def sizes_of(batch: int, tflops: float, vocabulary: int, length: int, width: int, heads: int, layers: int) -> ModelSizes:
+def sizes_of(
+    tflops: float, batch: int, vocabulary: int, length: int, width: int, heads: int, layers: int
+) -> ModelSizes:
     """The sizes of the model, each layer of which is recomputed; its blocks take as long as their operations."""
+    shape: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "length": length,
+        "width": width,
+        "heads": heads,
+        "layers": layers,
+    }
     tokens = batch * length
     with torch.device("meta"):
-        model = gpt(
-            vocabulary=vocabulary, length=length, width=width, heads=heads, layers=layers, checkpoint_interval=1
-        )
+        model = gpt(**shape, checkpoint_interval=1)
 
     def operations(block: nn.Module) -> float:
         linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
@@ -124,68 +137,37 @@ def start(way: str, model: nn.Module, network: Network, ranks: int) -> float:
     objects = network.objects(512, ranks).seconds + ranks * UNPICKLING
     # The optimizer broadcasts in some ways, and the user's own call in all.
     copies = 2 if way in ("optimizer", "gradients", "local") else 1
-    sent = sum(network.broadcast(parameter.nbytes, ranks).seconds for parameter in model.parameters())
-    return processes + 2 * objects + network.agreement(ranks).seconds + copies * sent
-
-
-def of_fsdp2(row: Row, rows: Sequence[Row]) -> Any:
-    """Seconds of communication as a ratio to FSDP2's."""
-    return row.peak_ratio(row.peer(rows, "fsdp2"), "communicating")
+    weights = sum(network.broadcast(parameter.nbytes, ranks).seconds for parameter in model.parameters())
+    return processes + 2 * objects + network.agreement(ranks).seconds + copies * weights
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[str]:
     """Efficiency, and seconds of communication, by the number of ranks."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.figures]
-    if not rows:
-        return []
-    figure = Figure(figsize=(13, 4.5))
-    axes: Any = figure.subplots(1, 2)
-    for panel, name in zip(axes, ("efficiency", "communicating")):
-        for number, way in enumerate(dict.fromkeys(row.case.engine for row in rows)):
-            own = [row for row in rows if row.case.engine == way]
+    ways = dict.fromkeys(row.case.engine for row in rows)
+    panels: dict[str, list[Line]] = {"efficiency": [], "communicating": []}
+    for name, lines in panels.items():
+        for number, way in enumerate(ways):
             style = {"label": WAYS[way], "color": f"C{number % 10}", "marker": "o"}
             style["linestyle"] = "--" if way in BASELINES else "-"
-            panel.plot([row.case.np for row in own], [row.over(name) for row in own], **style)
-        panel.set_xscale("log", base=2)
-        panel.set(xlabel="ranks", title=name)
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize=8)
-    return [save_figure(figure, folder / "scale.png")]
-
-
-def column(title: str, name: str, form: Any) -> Column:
-    """A predicted figure."""
-    return Column(title, lambda row: row.over(name), form, key=name)
+            own = {row.case.np: row.over(name) for row in rows if row.case.engine == way and row.figures}
+            lines.append(Line(own, style))
+    return draw_lines(
+        folder / "scale.png", panels, "ranks", shared=False, doubling=True, log=["communicating"]
+    )
 
 
 scale = Suite(
-    name="scale",
-    title="Communication on many ranks, predicted",
-    help="""Predict what communication costs on up to 16,384 ranks. Nothing is measured.
-
-    --set changes the model, the ranks of a host, links in Gbit/s and times in microseconds, such as link=100,latency=5; the report
-    names all.
-    """,
     engines=tuple(WAYS),
-    workloads={"gpt-small": "", "gpt-1.3b": "", "gpt-13b": ""},
-    chosen={"workloads": "gpt-1.3b"},
+    workloads=("gpt-1.3b",),
     columns=(
-        column("efficiency", "efficiency", ".1%"),
-        column("communication s", "communicating", ".3f"),
-        column("sent MiB", "sent", in_mib(",.0f")),
-        column("messages", "messages", ",.0f"),
-        column("start s", "start", ".1f"),
-        column("agreement ms", "agreement", lambda seconds: f"{1e3 * seconds:.2f}"),
+        figure("efficiency", "efficiency", ".1%"),
+        figure("communication s", "communicating", ".3f"),
+        figure("sent MiB", "sent", in_mib(",.0f")),
+        figure("start s", "start", ".1f"),
     ),
-    against={"of FSDP2": of_fsdp2},
+    against={"of FSDP2": ratio_to("fsdp2", "communicating")},
     keeps=keeps,
-    sizes={
-        "gpt-small": {**SIZES, **dict(zip(GPT, (50257, 1024, 768, 12, 12)))},
-        "gpt-1.3b": {**SIZES, **dict(zip(GPT, (50257, 2048, 2048, 16, 24)))},
-        "gpt-13b": {**SIZES, **dict(zip(GPT, (50257, 2048, 5120, 40, 40)))},
-    },
+    sizes={"gpt-1.3b": SIZES},
     np="8,64,512,1024,4096,16384",
     controllers="mpi",
     rounds=1,
@@ -196,8 +178,7 @@ scale = Suite(
     notes=(
         "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
         "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",
-        "sent MiB, messages: of a rank in a step. start s: imports, connections, agreement on options and the broadcast of "
-        "weights. agreement ms: what all ranks tell each other in each of Horovod's cycles.",
+        "sent MiB: of a rank in a step. start s: imports, connections, agreement on options and the broadcast of weights.",
         "ddp, fsdp2, ring: other engines, predicted with ring collectives that wait for no cycle.",
     ),
 )

@@ -1,4 +1,8 @@
-"""Memory and time of sharding: every stage of this library beside the same stage of PyTorch and DeepSpeed, on one GPT."""
+"""Measure what splitting a model over the ranks saves and costs, beside PyTorch's and DeepSpeed's.
+
+A GPT is trained at each stage, with and without recomputation: time of a step, memory of each rank by kind, bytes sent. Stage
+0 splits nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. Run it on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from benchmarks.case import Case, Row
 from benchmarks.suite import Axis, Suite
 
 STAGES = {
-    0: ("hvd_ckpt", "ddp"),
-    1: ("stage-1", "zero", "deepspeed-1"),
-    2: ("stage-2", "fsdp2-2", "deepspeed-2"),
-    3: ("stage-3", "stage-3-offload", "fsdp2-3", "deepspeed-3"),
+    "0": ("hvd_ckpt", "ddp"),
+    "1": ("stage-1", "zero", "deepspeed-1"),
+    "2": ("stage-2", "fsdp2-2", "deepspeed-2"),
+    "3": ("stage-3", "stage-3-offload", "fsdp2-3", "deepspeed-3"),
 }
 ENGINES = tuple(engine for engines in STAGES.values() for engine in engines)
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
@@ -27,7 +31,11 @@ def keeps(case: Case) -> bool:
 
 def options(case: Case) -> Mapping[str, Any]:
     """Buckets of the same size for all."""
-    given = {"passes": case.at["passes"], "recompute": case.at["recompute"], "bucket_cap_mb": 4.0}
+    given = {
+        "passes": int(case.at["passes"]),
+        "recompute": case.at["recompute"] == "yes",
+        "bucket_cap_mb": 4.0,
+    }
     return {**given, "wire": case.at["wire"]} if case.engine in WITH_FORMATS else given
 
 
@@ -42,26 +50,15 @@ def of_best_peer(row: Row, rows: Sequence[Row]) -> Any:
 
 
 shard = Suite(
-    name="shard",
-    title="Sharding beside PyTorch's and DeepSpeed's",
-    help="""Measure what splitting a model over the ranks saves and costs, beside PyTorch's and DeepSpeed's.
-
-    A GPT is trained at each stage, with and without recomputation: time of a step, memory of each rank by kind, bytes sent. Stage
-    0 splits nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. Run it on a machine that does nothing else.
-    """,
     engines=ENGINES,
-    workloads={"gpt": ""},
+    workloads=("gpt",),
     columns=("loss", "sent", "parameters", "gradients", "state", "peak"),
     against={"of best peer": of_best_peer},
     axes={
-        "stage": Axis("What is split.", {str(stage): stage for stage in STAGES}),
-        "recompute": Axis("Each block in the backward pass.", {"no": False, "yes": True}),
-        "passes": Axis("Micro-batches of a step.", {"1": 1, "2": 2, "4": 4, "8": 8}, "4"),
-        "wire": Axis(
-            "Formats of messages at stages 2 and 3.",
-            {name: name for name in ("fp32", "fp16", "bf16", "int8", "int4")},
-            "fp32",
-        ),
+        "stage": Axis("What is split.", tuple(STAGES)),
+        "recompute": Axis("Each block in the backward pass.", ("no", "yes")),
+        "passes": Axis("Micro-batches of a step.", ("1", "2", "4", "8"), "4"),
+        "wire": Axis("Formats of messages at stages 2 and 3.", FORMATS, "fp32"),
     },
     keeps=keeps,
     options=options,
@@ -73,7 +70,6 @@ shard = Suite(
     quick={"np": "2", "rounds": 2, "passes": "2"},
     optimizer="Adam",
     together=True,
-    apart=True,
     notes=(
         "Stages 0 and 1 reduce the sum of all micro-batches once; stages 2 and 3 reduce-scatter after each, so that no rank holds "
         "whole gradients. of best peer: time relative to the engine of the same stage and recomputation whose median is least.",

@@ -1,13 +1,10 @@
-"""Layers in parts: step time of a GPT, beside PyTorch's ``parallelize_module`` of the same GPT."""
+"""Time steps of a GPT whose layers are split over ranks, beside PyTorch's parallelize_module over Gloo."""
 
 from benchmarks.suite import Suite
 
 tensor = Suite(
-    name="tensor",
-    title="Tensor parallelism: time of a step",
-    help="Time steps of a GPT whose layers are split over ranks, beside PyTorch's parallelize_module over Gloo.",
     engines=("parts", "torch-parts"),
-    workloads={"gpt": "in parts"},
+    workloads=("gpt",),
     columns=("peak",),
     against={"of torch-parts": "torch-parts"},
     sizes={"gpt": {"batch": 4, "length": 128, "layers": 4, "vocabulary": 4096}},

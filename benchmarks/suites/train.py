@@ -1,4 +1,8 @@
-"""Overhead of the training loop: a step of ``hvd-ckpt train`` beside that of a loop written by hand with the same calls."""
+"""Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
+
+Both train the same model on the same batches, in jobs that alternate, and come to the same weights bit for bit. Run it on a
+machine that does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,16 @@ from benchmarks.suite import Axis, Suite
 
 def same_weights(row: Row, rows: Sequence[Row]) -> str | None:
     """Whether weights and buffers are, bit for bit, those of the other loop after the same steps, on every rank."""
-    other = row.peer(rows, "by-hand")
-    if other is None or not row.figures or not other.figures:
-        return None
-    return "yes" if row.figures["hash"] == other.figures["hash"] else "no"
+    same = row.same(row.peer(rows, "by-hand"), "hash")
+    return None if same is None else "yes" if all(same) else "no"
 
 
 train = Suite(
-    name="train",
-    title="The training loop beside a loop written by hand",
-    help="""Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
-
-    Both train the same model on the same batches, in jobs that alternate, and come to the same weights bit for bit. Run it on a
-    machine that does nothing else.
-    """,
     engines=("trainer", "by-hand"),
-    workloads={"bert-mini": "", "gpt-tiny": ""},
+    workloads=("bert-mini", "gpt-tiny"),
     against={"of by-hand": "by-hand", "same weights": same_weights},
-    axes={"accumulate": Axis("Micro-batches of a batch.", {"1": 1, "2": 2, "4": 4}, "1,4")},
+    axes={"accumulate": Axis("Micro-batches of a batch.", ("1", "2", "4"), "1,4")},
     sizes={name: {"batch": 4} for name in ("bert-mini", "gpt-tiny")},
-    quick_sizes={name: {"batch": 4} for name in ("bert-mini", "gpt-tiny")},
     np="2",
     rounds=9,
     steps=40,

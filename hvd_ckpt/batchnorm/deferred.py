@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.batchnorm.synchronized import ForAnyShape, average_factor
+from hvd_ckpt.batchnorm.synchronized import ForAnyShape, average_factor, check_shape
 from hvd_ckpt.utils.frames import is_recomputing
 from hvd_ckpt.utils.torch_private import (
     AnyBatchNorm,
     DisableTorchFunction,
-    LazyNormBase,
     NormBase,
     disable_current_modes,
     disable_dynamo,
@@ -87,10 +86,7 @@ class DeferredBatchNorm(ForAnyShape):
             ValueError: a lazy batch norm is not initialized.
         """
         for name, module in model.named_modules():
-            if isinstance(module, LazyNormBase):
-                raise ValueError(
-                    f"The {type(module).__name__} '{name}' has no shape yet: run the model once before converting it."
-                )
+            check_shape(name, module)
             if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
                 module.__class__ = cls
                 module._begin()
@@ -105,19 +101,10 @@ class DeferredBatchNorm(ForAnyShape):
             self.register_buffer("pending_deviations", zeros.clone(), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.running_mean is None:
+            return super().forward(input)
         self._check_input_dim(input)
-        if self.training and self.running_mean is not None:
-            return self._observed(input)
-        return functional.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            0.0,
-            self.eps,
-        )
+        return self._observed(input)
 
     @disable_dynamo
     def _observed(self, input: Tensor) -> Tensor:
@@ -241,15 +228,10 @@ def statistics_version(module: nn.Module, name: str) -> Any:
     """
     if name not in STATISTICS or not isinstance(module, NormBase) or isinstance(module, DeferredBatchNorm):
         return None
-    if _counts_batches(module):
-        counter = module._buffers["num_batches_tracked"]
-        return id(counter), -1 if counter is None else counter._version
-    return object() if module.training else None
-
-
-def _counts_batches(module: NormBase) -> bool:
-    """Whether ``num_batches_tracked`` changes whenever the module has run in training mode."""
     counter = module._buffers.get("num_batches_tracked")
-    if counter is None or counter.is_inference() or not isinstance(module, AnyBatchNorm):
-        return False
-    return type(module).forward.__module__.startswith(_COUNTING_FORWARDS)
+    counts = isinstance(module, AnyBatchNorm) and type(module).forward.__module__.startswith(
+        _COUNTING_FORWARDS
+    )
+    if counts and counter is not None and not counter.is_inference():
+        return id(counter), counter._version
+    return object() if module.training else None

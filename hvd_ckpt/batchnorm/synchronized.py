@@ -36,6 +36,14 @@ class ForAnyShape(AnyBatchNorm):
             )
 
 
+def check_shape(name: str, module: nn.Module) -> None:
+    """Raises ValueError for a lazy module that is not initialized."""
+    if isinstance(module, LazyNormBase):
+        raise ValueError(
+            f"The {type(module).__name__} '{name}' has no shape yet: run the model once before converting it."
+        )
+
+
 class SyncBatchNorm(ForAnyShape):
     """Batch norm of an input of shape (N, C, ...) by the mean and variance over the batches of all ranks.
 
@@ -75,10 +83,7 @@ class SyncBatchNorm(ForAnyShape):
             if not isinstance(module, AnyBatchNorm) or isinstance(module, ForAnyShape):
                 continue
             kind = type(module)
-            if isinstance(module, LazyNormBase):
-                raise ValueError(
-                    f"The {kind.__name__} '{name}' has no shape yet: run the model once before converting it."
-                )
+            check_shape(name, module)
             if isinstance(module, plain) and kind.forward is not AnyBatchNorm.forward:
                 raise ValueError(
                     f"The {kind.__name__} '{name}' has a forward() of its own, which SyncBatchNorm.convert() would take away: put "
@@ -88,23 +93,12 @@ class SyncBatchNorm(ForAnyShape):
         return model
 
     def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None) or not _communicates():
+            return super().forward(input)
         self._check_input_dim(input)
-        tracking = self.training and self.track_running_stats
-        if tracking and self.num_batches_tracked is not None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        use_batch = self.training or self.running_mean is None
-        if use_batch and _communicates():
-            return synchronized_batch_norm(self, input)
-        return functional.batch_norm(
-            input,
-            self.running_mean if tracking or not self.training else None,
-            self.running_var if tracking or not self.training else None,
-            self.weight,
-            self.bias,
-            use_batch,
-            average_factor(self) if tracking else 0.0,
-            self.eps,
-        )
+        return synchronized_batch_norm(self, input)
 
 
 def _communicates() -> bool:

@@ -129,13 +129,8 @@ class ConsecutiveSamples:
 
     def _part(self, first: int, count: int) -> Self:
         part = copy.copy(self)
-        part.narrow(first, count)
+        part._first, part._count = self._first + first, count
         return part
-
-    def narrow(self, first: int, count: int) -> None:
-        """Keeps ``count`` samples from sample ``first`` on."""
-        self._first += first
-        self._count = count
 
 
 # ------------------------------------------------------------------------------------ labelled arrays
@@ -235,15 +230,11 @@ class StandardisedSamples(ABC):
             return self, None
         order = generator(Purpose.SPLIT, self._seed).permutation(len(self))
         training, evaluation = copy.copy(self), copy.copy(self)
-        trained_on = self._chosen[numpy.sort(order[count:])]
-        training.select(trained_on, trained_on)
-        evaluation.select(self._chosen[numpy.sort(order[:count])], trained_on)
+        training._chosen = self._chosen[numpy.sort(order[count:])]
+        evaluation._chosen = self._chosen[numpy.sort(order[:count])]
+        for part in (training, evaluation):
+            part._standardise_by(training._chosen)
         return training, evaluation
-
-    def select(self, which: Integers, trained_on: Integers) -> None:
-        """Keeps the samples ``which``, standardised by the samples ``trained_on``."""
-        self._chosen = which
-        self._standardise_by(trained_on)
 
     @abstractmethod
     def _standardise_by(self, which: Integers) -> None:

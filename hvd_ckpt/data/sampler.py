@@ -7,8 +7,9 @@ The position in the data is one integer, the number of samples consumed, from wh
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -259,24 +260,16 @@ class Loader:
         self._dataset, self._sampler = dataset, sampler
         self._own, self._parts = range(rank * parts, (rank + 1) * parts), size * parts
         self._count = batch * self._parts
-        self._requested, self._next, self._returned = position, 0, 0
+        self._order = _positions(position, self._sampler.length, self._count, self._own)
         # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
         self._thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
-        self._batches: deque[Future[tuple[Batch, int]]] = deque()
+        self._batches: deque[tuple[Future[tuple[Batch, int]], int]] = deque()
         for _ in range(PREFETCHED):
             self._request()
 
-    def _end(self, position: int) -> int:
-        end, length = position + self._count, self._sampler.length
-        return end if length is None else min(end, length)
-
     def _request(self) -> None:
-        # All parts of this rank of one global batch come before the first part of the next one.
-        end = self._end(self._requested)
-        if end > self._requested:
-            self._batches.append(self._thread.submit(self._make, self._requested, self._own[self._next]))
-            self._next = (self._next + 1) % len(self._own)
-            self._requested = self._requested if self._next else end
+        for position, part, after in itertools.islice(self._order, 1):
+            self._batches.append((self._thread.submit(self._make, position, part), after))
 
     def _make(self, position: int, part: int) -> tuple[Batch, int]:
         indices, epochs = self._sampler.part(position, self._count, part, self._parts)
@@ -292,13 +285,13 @@ class Loader:
         if not self._batches:
             self.close()
             raise StopIteration
+        future, after = self._batches.popleft()
         try:
-            batch = self._batches.popleft().result()
+            batch = future.result()
         except BaseException:
             self.close()
             raise
-        self._returned = (self._returned + 1) % len(self._own)
-        self.position = self.position if self._returned else self._end(self.position)
+        self.position = after
         self._request()
         return batch
 
@@ -314,3 +307,19 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _positions(
+    position: int, length: int | None, count: int, parts: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """The position and the part of each batch of a rank, and the position of the loop after it.
+
+    Args:
+        count: samples of a global batch, of which the last one may have fewer.
+        parts: of a global batch, those of the rank.
+    """
+    while length is None or position < length:
+        end = position + count if length is None else min(position + count, length)
+        for part in parts:
+            yield position, part, end if part == parts[-1] else position
+        position = end

@@ -4,7 +4,7 @@ optimizer   DistributedOptimizer, which puts reduction, sharding and replicas to
 options     its arguments, checked together
 shard       its argument ``shard``
 precision   automatic mixed precision, with overflows that every rank sees
-extension   what shards and replicas add to it
+extension   shards and replicas: checks, and what they add to it
 verification  ``verify``: comparisons of weights
 replicas    logical replicas: the same bits on any number of ranks
 """

@@ -1,30 +1,41 @@
 """Shards and logical replicas of a ``DistributedOptimizer``: checked, compared, and added to the optimizer.
 
-Loaded by :func:`hvd_ckpt.distributed.optimizer.extension_of`, where an option asks for them.
+Loaded where an option asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from horovod.torch.mpi_ops import rank
 
 from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.distributed.replicas import Replicas, check_replicas
 from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.reduction.assignment import BucketAssignment
-from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.buckets import MEBIBYTE, is_packed
 from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import check_within, hosts_of
-from hvd_ckpt.sharding.construction import ShardOptions, check_stage, shard_optimizer
+from hvd_ckpt.reduction.process_sets import check_within, hosts_of, process_sets_of, rank_groups, release
+from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding.construction import check_stage, start_alike
 from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flat import FlatParameters
+from hvd_ckpt.sharding.host_memory import OffloadError
+from hvd_ckpt.sharding.layout import Layout
+from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.parameters import ShardedParameters
+from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.replicas import ReplicaReducer, ShardReplicaReducer
+from hvd_ckpt.sharding.sharding import Masters, Sharding
+from hvd_ckpt.sharding.surface import on_pieces
 from hvd_ckpt.sharding.tree import TreeCommunicator
 from hvd_ckpt.sharding.units import check_memory, find_units
+from hvd_ckpt.sharding.unshard import Gathering
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -32,101 +43,191 @@ Named = Sequence[tuple[str, torch.Tensor]]
 class Extension:
     """Shards, logical replicas, or both.
 
-    Args:
-        options: at least one of them asks for it.
-
     Raises:
         ValueError, TypeError: for the first argument that is wrong on this rank.
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        self._shards = _shard_options(options)
+        self._options, self._model = options, options.model
+        shard = self._shard = options.shard
+        self._stage, self._gradients, self._weights = check_stage(
+            shard.states, shard.offload, shard.wire, options.features()
+        )
+        if self._stage:
+            check_elementwise(options.optimizer, shard.elementwise)
+            if self._model is not None and not isinstance(self._model, torch.nn.Module):
+                raise TypeError(f"model must be a torch.nn.Module, not {type(self._model).__name__}")
+        self._units = []
+        if self._stage == 3 and self._model is not None:
+            self._units = find_units(self._model, shard.units)
+        self._within = check_within(shard.within)
         if options.replicas is not None:
-            check_replicas(options.replicas, options.process_set.size(), options.model)
+            check_replicas(options.replicas, options.process_set.size(), self._model)
 
     @property
     def methods(self) -> type[ReducedOptimizer]:
         """The class whose methods the optimizer gets."""
-        return ReducedOptimizer if self._shards is None else ShardedOptimizer
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the optimizer has a reducer of its own in place of the plain one."""
-        return self._options.replicas is not None or (self._shards is not None and self._shards.stage > 1)
+        return ShardedOptimizer if self._stage else ReducedOptimizer
 
     def parameters(self, named: Named) -> Named:
-        """All parameters that take part, given those of the optimizer.
+        """All parameters that take part, given those of the optimizer: at stage 3 all of the model's, in its order.
 
         Raises:
             ValueError: one cannot be split.
         """
-        if self._shards is None:
+        if not self._stage:
             return named
-        named = self._shards.all_parameters(named)
+        of_model = [] if self._model is None else list(self._model.named_parameters())
+        if self._stage == 3:
+            names = {id(parameter): name for name, parameter in named}
+            named = [(names.pop(id(parameter), name), parameter) for name, parameter in of_model]
+            if names:
+                raise ValueError(
+                    f"parameter '{next(iter(names.values()))}' of the optimizer is not in the model whose parameters are to be "
+                    f"split; pass model= the module that has them all"
+                )
         check_not_split(named)
-        check_memory(named, () if self._shards.model is None else self._shards.model.named_parameters())
+        check_memory(named, of_model)
         return named
 
     def described(self) -> Mapping[str, Any]:
-        """Values that follow from the options, and must be equal on all ranks."""
-        return {} if self._shards is None else self._shards.described()
+        """Values that follow from the options, and must be equal on all ranks: the names of the units' modules."""
+        modules = () if self._model is None else self._model.named_modules()
+        names = {id(module): name for name, module in modules}
+        return {"units": [[names[id(module)] for module in unit.modules] for unit in self._units]}
 
-    def add(self, optimizer: ReducedOptimizer, named: Named, assign: Callable[[], BucketAssignment]) -> None:
-        """Splits what the options say, and adds replicas. Collective.
+    def add(self, optimizer: Any, named: Named) -> None:
+        """Splits what the options say, and adds replicas, with the reducers of these. Collective.
 
         Args:
-            assign: makes the assignment of ``named`` to buckets.
+            named: all parameters that take part; they are equal on all ranks except for their values.
         """
-        if self._shards is not None:
-            shard_optimizer(optimizer, named, self._shards)  # type: ignore[arg-type]  # its methods are those
-        if self._options.replicas is not None:
-            self._add_replicas(optimizer, assign)
-
-    def _add_replicas(self, optimizer: Any, assign: Callable[[], BucketAssignment]) -> None:
-        number, model = self._options.replicas, self._options.model
-        assert number is not None and model is not None
-        identity, process_set = optimizer.identity, optimizer.process_set
-        if optimizer.shard_stage > 1:
-            sharding = optimizer.sharding
-            optimizer.reducer = ShardReplicaReducer(number, sharding.layout, sharding.exchange)
-            optimizer.reducer.rename(identity, 0)
-        else:
+        if self._stage:
+            self._split(optimizer, named)
+        number, identity, process_set = self._options.replicas, optimizer.identity, optimizer.process_set
+        if number is None:
+            return
+        assert self._model is not None
+        if self._stage < 2:
             whole = TreeCommunicator(number, process_set)
             whole.exchange.hosts = hosts_of(process_set, f"hvd_ckpt.{identity}.levels")
-            optimizer.reducer = ReplicaReducer(assign(), whole, identity)
+            optimizer.reducer = ReplicaReducer(self._options.assignment(named), whole, identity)
         # Under names of its own: a mean of losses may be on its way beside the gradients.
         means = TreeCommunicator(number, process_set)
         means.rename(f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
-        optimizer.replicas = Replicas(number, model, optimizer.reducer, means, seed)
+        optimizer.replicas = Replicas(number, self._model, optimizer.reducer, means, seed)
+
+    def _split(self, optimizer: ShardedOptimizer, named: Named) -> None:
+        members, kind = optimizer.process_set, self._shard.offload
+        # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
+        before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
+        for _, parameter in named:
+            # In a group each parameter is one stretch of memory. One with gaps or with repeated elements gets
+            # memory of its own before.
+            if not is_packed(parameter):
+                parameter.data = parameter.data.contiguous()
+        start_alike(named, self._model, members, f"hvd_ckpt.{optimizer.identity}.start")
+        exchange = Exchange(members, f"hvd_ckpt.{optimizer.identity}.0")
+        if self._stage > 1:
+            exchange.hosts = hosts_of(members, f"{exchange.prefix}.levels")
+        added = self._divide(exchange)
+        offload = None
+        if kind:
+            folder, device = self._shard.offload_folder, named[0][1].device if named else torch.device("cpu")
+            offload = Offload(None if folder is None else Path(folder), device, kind == "parameters")
+        whole_state = optimizer.state
+        try:
+            with raised_everywhere(exchange, offload):
+                layout, store = self._stored(named, exchange, offload)
+                masters = Masters(self._shard.master_weights is not False, offload, store.shards)
+                masters.add(layout.groups)
+                sharding = Sharding(
+                    stage=self._stage,
+                    layout=layout,
+                    exchange=exchange,
+                    store=store,
+                    offload=offload,
+                    masters=masters,
+                    bucket_bytes=self._options.bucket_cap_mb * MEBIBYTE,
+                    added_sets=added,
+                )
+                for group in optimizer.param_groups:
+                    sharding.add_param_group(group["params"])
+                # The keys of the other one are whole parameters. State for the pieces is loaded in its place.
+                optimizer.state = cast(Any, sharding.state)
+                if offload is not None:
+                    with sharding.pieces_in(optimizer):
+                        offload.reserve(optimizer)
+                if self._stage > 1:
+                    optimizer.reducer = self._reducer(sharding)
+        except Exception as error:  # the model is as it was
+            optimizer.state = whole_state
+            if offload is not None and isinstance(error, (OffloadError, ValueError)):  # raised on all ranks
+                release(added)
+            raise
+        optimizer.sharding = sharding
+        optimizer.finds_overflow_alone = self._stage > 1  # inf and nan of its own shard
+        # Only now: until all ranks had found room, the model was whole, so that an error left it as it was.
+        if offload is not None and isinstance(store, ShardedParameters):
+            store.split()
+        if any(self._weights.changes(group.dtype) for group in layout.groups):
+            store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
+        optimizer.keep_groups(optimizer)
+        for name in ("train", "eval"):  # of optimizers that change weights between steps (schedule-free ones)
+            method = getattr(optimizer.wrapped_class, name, None)
+            if callable(method):
+                setattr(type(optimizer), name, on_pieces(method))
+        if before["state"]:
+            state.load(optimizer, lambda: state.of_pieces(optimizer, before))
+        if self._stage > 1:
+            optimizer.reducer.rename(optimizer.identity, 0)
+
+    def _divide(self, exchange: Exchange) -> list[tuple[int, ...]]:
+        """Gives the exchange the groups of ranks of ``within``; returns the process sets that were added. Collective."""
+        if self._within is None:
+            return []
+        groups = rank_groups(self._within, exchange.process_set, f"{exchange.prefix}.hosts")
+        if len(groups) == 1:
+            return []  # every gather is within the group
+        if len(groups[0]) == 1:
+            raise ValueError(
+                f"within={self._within!r}: each group is one rank, whose copy would be the whole model: start more ranks on each "
+                "host, or leave within out"
+            )
+        sets, added = process_sets_of(groups, exchange.process_set)
+        exchange.divide(next(members for ranks, members in sets.items() if rank() in ranks))
+        return added
+
+    def _stored(
+        self, named: Named, exchange: Exchange, offload: Offload | None
+    ) -> tuple[Layout, FlatParameters | ShardedParameters]:
+        """Lays parameters out and makes the store of their weights, which splits them only later where there is offload (stage
+        3)."""
+        layout = Layout(exchange.ranks)
+        if self._stage < 3:
+            layout.add(list(reversed(named)), self._options.bucket_cap_mb * MEBIBYTE)
+            return layout, FlatParameters(layout, exchange, self._weights)
+        assert self._model is not None
+        names = {id(parameter): name for name, parameter in named}
+        *blocks, rest = self._units
+        groups = {  # in about the order in which gradients become final, so that they leave during the first backward pass already
+            id(unit): layout.add([(names[id(parameter)], parameter) for parameter in unit.parameters])
+            for unit in [*reversed(blocks), rest]
+        }
+        units = [(unit.modules, groups[id(unit)]) for unit in self._units]
+        gathering = Gathering(layout, exchange, self._weights, _for_shards(offload))
+        return layout, ShardedParameters(self._model, units, gathering, deferred=offload is not None)
+
+    def _reducer(self, sharding: Sharding) -> ShardReducer:
+        layout, exchange, store, given = sharding.layout, sharding.exchange, sharding.store, self._options
+        if given.replicas is not None:
+            return ShardReplicaReducer(given.replicas, layout, exchange)
+        how = HowReduced(self._gradients, given.op, given.prescale, given.backward_passes_per_step)
+        split = store if isinstance(store, ShardedParameters) else None
+        return ShardReducer(layout, exchange, how, _for_shards(sharding.offload), split)
 
 
-def _shard_options(given: Options) -> ShardOptions | None:
-    """The options of a sharded optimizer, or None for stage 0.
-
-    Raises:
-        ValueError, TypeError: for the first argument that is wrong.
-    """
-    shard = given.shard
-    stage, gradients, parameters = check_stage(shard.states, shard.offload, shard.wire, given.features())
-    if stage == 0:
-        return None
-    check_elementwise(given.optimizer, shard.elementwise)
-    model = given.model
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    return ShardOptions(
-        stage=stage,
-        model=model,
-        units=find_units(model, shard.units) if stage == 3 and model is not None else (),
-        offload=shard.offload,
-        offload_folder=None if shard.offload_folder is None else Path(shard.offload_folder),
-        gradients=gradients,
-        parameters=parameters,
-        master_weights=shard.master_weights is not False,
-        within=check_within(shard.within),
-        bucket_bytes=given.bucket_cap_mb * MEBIBYTE,
-        op=given.op,
-        prescale=given.prescale,
-    )
+def _for_shards(offload: Offload | None) -> Offload | None:
+    """The offload that holds the shards of parameters and gradients, or None if they are on the device of the parameters."""
+    return offload if offload is not None and offload.parameters else None

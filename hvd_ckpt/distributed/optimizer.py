@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.mpi_ops import Average, global_process_set
+from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 
 from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction.agreement import described
-from hvd_ckpt.reduction.assignment import BucketAssignment
-from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_not_split,
-    describe_groups,
     name_parameters,
     warn_of_unsynchronized,
 )
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer
-from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.wrapping import register, wrapping
 
 if TYPE_CHECKING:
@@ -103,19 +97,21 @@ def DistributedOptimizer(
     extension: Extension | None = None
     try:
         options.check()
-        extension = extension_of(options)
+        if not options.are_plain:  # a plain optimizer needs none of sharding, planning and recomputation
+            from hvd_ckpt.distributed.extension import Extension
+
+            extension = Extension(options)
         named, known_names = name_parameters(optimizer, named_parameters)
         check_not_split(named)
         if extension is not None:
             named = extension.parameters(named)
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []
-    names_of_groups = described(groups=describe_groups(options.groups, known_names))
     identity, named = agree_at_construction(
         "DistributedOptimizer",
         error,
         named,
-        options.described() | names_of_groups,
+        options.described(known_names),
         process_set,
         derived={} if extension is None else extension.described(),
     )
@@ -123,31 +119,28 @@ def DistributedOptimizer(
     if options.model is not None:
         warn_of_unsynchronized(options.model)
     member = bool(process_set.included())
+    # A single rank needs no reducer, unless other ranks may join it: an optimizer does not get one later.
+    reduces = member and (process_set.size() > 1 or (is_elastic() and process_set is global_process_set))
+    methods = ReducedOptimizer
     # A rank outside the process set has nothing to split and nothing to reduce: it steps on its own.
-    new = wrapping(optimizer, ReducedOptimizer if extension is None or not member else extension.methods)
+    if extension is not None and member:
+        methods = extension.methods
+    elif op == Adasum and reduces:
+        from hvd_ckpt.reduction.adasum import AdasumOptimizer
+
+        methods = AdasumOptimizer
+    new = wrapping(optimizer, methods)
     communicator = options.communicator()
     new.begin_reduction(communicator, identity, named, known_names)
     new.backward_passes_per_step = backward_passes_per_step
     if member:
-        assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, options.groups)
         if extension is not None:
-            extension.add(new, named, assign)
-        # A single rank needs no reducer, unless other ranks may join it: an optimizer does not get one later.
-        may_grow = is_elastic() and process_set is global_process_set
-        if (extension is None or not extension.reduces) and (process_set.size() > 1 or may_grow):
-            new.reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)
+            extension.add(new, named)
+        if new.reducer is None and reduces:
+            from hvd_ckpt.reduction.reducer import Reducer
+
+            assignment = options.assignment(named)
+            new.reducer = Reducer(assignment, communicator, identity, sparse_as_dense, keep_buckets)
         register(new)
     result: ReducedOptimizer = new
     return result
-
-
-def extension_of(options: Options) -> Extension | None:
-    """The shards and logical replicas that options ask for.
-
-    Imported here, since a plain optimizer needs none of sharding, planning and recomputation.
-    """
-    if options.are_plain:
-        return None
-    from hvd_ckpt.distributed.extension import Extension
-
-    return Extension(options)

@@ -11,7 +11,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch import mpi_ops
@@ -19,18 +19,14 @@ from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, globa
 
 from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.reduction.agreement import described
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.utils.rules import check
 
-OPERATIONS = {
-    Average: "Average",
-    Sum: "Sum",
-    Adasum: "Adasum",
-    Min: "Min",
-    Max: "Max",
-    Product: "Product",
-}
+if TYPE_CHECKING:
+    from hvd_ckpt.reduction.assignment import BucketAssignment
+
+OPERATIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
 _HARMLESS = {"offload_folder", "elementwise"}  # options of shards that mean nothing without shards
 
 
@@ -89,8 +85,14 @@ class Options:
             compression=self.compression,
         )
 
-    def described(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks, except ``groups``, as plain data."""
+    def assignment(self, named: Sequence[tuple[str, torch.Tensor]]) -> BucketAssignment:
+        """The assignment of parameters to buckets."""
+        from hvd_ckpt.reduction.assignment import BucketAssignment
+
+        return BucketAssignment(named, self.bucket_cap_mb * MEBIBYTE, self.groups)
+
+    def described(self, known_names: Any) -> dict[str, Any]:
+        """The options that must be equal on all ranks, as plain data, with the names of parameters in place of these."""
         of_rank = {
             "named_parameters",
             "num_groups",
@@ -108,7 +110,10 @@ class Options:
         }
         options.update(op=OPERATIONS.get(self.op, self.op), shard=self.shard.name)
         extended = self.replicas is not None or options["shard"] != "none"
-        return described(**options, model=self.model if extended else None)
+        groups = self.groups
+        if isinstance(groups, list) and known_names is not None:
+            groups = [[known_names.get(parameter, "?") for parameter in group] for group in groups]
+        return described(**options, model=self.model if extended else None, groups=groups)
 
     def features(self) -> dict[str, Any]:
         """What the options give to the rules, without the options of shards that :func:`check_stage` reads."""
@@ -137,8 +142,13 @@ class Options:
         check_optimizer(self.optimizer)
         if self.backward_passes_per_step <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {self.backward_passes_per_step}")
-        if self.are_plain:
-            check(self.features())
+        features = self.features()
+        if self.are_plain and any(
+            value not in (None, False) for name, value in features.items() if name != "model"
+        ):
+            from hvd_ckpt.utils.rules import check
+
+            check(features)
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
         if self.op == Adasum and mpi_ops.size() > 1:

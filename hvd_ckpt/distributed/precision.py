@@ -12,17 +12,20 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Max
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import raise_on_replica, raise_together
+from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.utils.text import PRECISIONS
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The precisions that run under ``torch.autocast``, and its dtypes."""
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -45,25 +48,8 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in ``torch.amp.GradScaler``.
     """
 
-    def __init__(
-        self,
-        device: str | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+    def __init__(self, device: str | None = None, *options: Any, **named_options: Any) -> None:
+        super().__init__(device or _default_device(), *options, **named_options)
         # Optimizers whose gradients unscale_() has reduced since the last update().
         self._reduced: set[int] = set()
 
@@ -100,9 +86,8 @@ class GradScaler(torch.amp.GradScaler):
                 error = exception
         raise_on_replica(error)
         if optimizer.finds_overflow_alone:
-            of_ranks = torch.tensor([float(anywhere)], dtype=torch.float64)
-            mpi_ops.allreduce_(of_ranks, op=Max, name="hvd_ckpt.found_inf", process_set=members)
-            anywhere = bool(of_ranks)
+            own = torch.tensor([anywhere], dtype=torch.float64)
+            anywhere = Collectives(members, "hvd_ckpt").maximum(own, "found_inf")[0] > 0
         anywhere = current().on_any_stage(anywhere)
         # torch asserts in its step() that something was checked, also on a rank that has no gradients.
         found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
@@ -165,7 +150,7 @@ class Precision:
         if name not in PRECISIONS:
             raise ValueError(f"precision '{name}' is unknown; choose one of {', '.join(PRECISIONS)}")
         self.name = name
-        self.device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or _default_device()
         self.scaler: GradScaler | None = GradScaler(self.device, **scaler_options) if name == "fp16" else None
         self._amp: ModuleType | None = None
         if name.startswith("apex-"):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any
 
 import numpy as np
@@ -56,24 +56,18 @@ class Replica:
         self.index = index
         self.done = False
         self._replicas = replicas
+        self._context: AbstractContextManager[None]
 
     def __index__(self) -> int:
         return self.index
 
     def __enter__(self) -> Replica:
-        self._generators = _generator_states()
-        _seed_generators(self._replicas.seed_of(self.index))
-        self._replicas.enter(self.index)
-        _entered.append(self)
+        self._context = self._replicas.computing(self)
+        self._context.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _entered.remove(self)
-        self._replicas.leave(self.index, failed=error is not None)
-        _restore_generators(self._generators)
-        self.done = error is None
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 def computing_replica() -> bool:
@@ -83,13 +77,6 @@ def computing_replica() -> bool:
 
 class Replicas:
     """The replicas of a job, and those that this rank computes.
-
-    Args:
-        number: number of replicas of all ranks, a power of two.
-        model: the model, whose buffers belong to the replicas.
-        reducer: the reducer of the gradients.
-        communicator: the communicator of means over replicas.
-        seed: the seed of the job, the same on every rank.
 
     Attributes:
         step: number of completed iterations over :meth:`local`.
@@ -137,20 +124,28 @@ class Replicas:
         text = f"{self.seed}.{self.step}.{index}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=GENERATOR_SEED_BYTES).digest(), "little")
 
-    def enter(self, index: int) -> None:
-        """Begins a replica: sets the model's buffers to its values."""
-        self._reducer.begin_replica()
-        buffers, kept = self._named_buffers(), self._buffers[index]
-        with torch.no_grad():
-            _keep(buffers, self._outside)
-            _copy(kept, buffers, kept)
+    @contextmanager
+    def computing(self, replica: Replica) -> Iterator[None]:
+        """A context in which this rank computes a replica, whose values the model's buffers have."""
+        kept, replica.done = self._buffers[replica.index], False
+        with _seeded(self.seed_of(replica.index)):
+            self._reducer.begin_replica()
+            buffers = self._named_buffers()
+            with torch.no_grad():
+                _keep(buffers, self._outside)
+                _copy(kept, buffers, kept)
+            _entered.append(replica)
+            try:
+                yield
+                replica.done = True
+            finally:
+                _entered.remove(replica)
+                self._restore(kept, replica.done)
+            self._reducer.end_replica()
 
-    def leave(self, index: int, failed: bool) -> None:
-        """Ends a replica: restores the model's buffers.
-
-        What a replica that failed has changed is not kept, since it may be computed again.
-        """
-        buffers, kept = self._named_buffers(), self._buffers[index]
+    def _restore(self, kept: dict[str, torch.Tensor], done: bool) -> None:
+        """Restores the model's buffers. What a replica that failed has changed is not kept, since it may be computed again."""
+        buffers = self._named_buffers()
         with torch.no_grad():
             # Buffers that no pass changes, such as tables of positions, are not kept for each replica.
             changed = {
@@ -158,11 +153,9 @@ class Replicas:
                 for name, buffer in buffers.items()
                 if name in kept or not torch.equal(buffer, self._outside[name])
             }
-            if not failed:
+            if done:
                 _keep(changed, kept)
             _copy(changed, buffers, self._outside)
-        if not failed:
-            self._reducer.end_replica()
 
     def average_buffers(self) -> None:
         """Gives the model's floating-point buffers the mean over replicas, and other buffers the values of the first. Collective.
@@ -272,12 +265,8 @@ def _keep(values: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> 
     """Copies ``values`` into tensors of ``kept``; those that are missing or do not fit are made."""
     for name, value in values.items():
         place = kept.get(name)
-        if (
-            place is None
-            or place.shape != value.shape
-            or place.dtype is not value.dtype
-            or place.device != value.device
-        ):
+        facts = (value.shape, value.dtype, value.device)
+        if place is None or (place.shape, place.dtype, place.device) != facts:
             kept[name] = torch.empty_like(value)
     _copy(values, kept, values)
 
@@ -301,28 +290,23 @@ def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
             check({"replicas": number, "batch_norm": "synchronized", "model": True}, {"batch_norm": where})
 
 
-def _seed_generators(seed: int) -> None:
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A context in which the generators of PyTorch, NumPy and Python are seeded; they are as before after it."""
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    devices = torch.cuda.get_rng_state_all() if uses_cuda else []
     # What torch.manual_seed does, without its search for other kinds of devices, which takes a third of a millisecond.
     torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
+    if uses_cuda:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    devices = torch.cuda.get_rng_state_all() if _uses_cuda() else None
-    return torch.get_rng_state(), devices, np.random.get_state(), random.getstate()
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-
-
-def _restore_generators(states: tuple[Any, ...]) -> None:
-    cpu, devices, numpy, python = states
-    torch.set_rng_state(cpu)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    np.random.set_state(numpy)
-    random.setstate(python)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if uses_cuda:
+            torch.cuda.set_rng_state_all(devices)
+        np.random.set_state(numpy)
+        random.setstate(python)

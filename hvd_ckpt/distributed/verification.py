@@ -26,7 +26,7 @@ def verify(
     Args:
         model: a module, the same on every rank, whose parameters are compared now, including frozen ones; a tied parameter is
             compared once, and buffers are not. Of parameters that are split over the ranks (stage 3) only names, shapes and dtypes
-            are compared. Collective; changes nothing. Bytes are hashed on the CPU (SHA-256).
+            are compared. Collective; changes nothing. Ranks exchange 64 bits for each parameter at most.
         recomputation: passes whose recomputed tensors are compared, bit for bit, with those of the first pass. ``"first"`` (the
             default): the first training pass through each region in this process, and again for other modules or another training
             mode. ``"always"``: every pass. ``"never"``: no pass. A number n: every n-th pass. The environment variable

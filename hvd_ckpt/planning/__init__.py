@@ -11,6 +11,7 @@ One file per step:
     block_runner  bytes and seconds of a block by itself
     ends          the cost of what runs before and behind the blocks
     head          the head of a language model and its cross entropy in chunks
+    deferred      the logits of that head, in a model whose code stays as it is
     kinds         the policies of a block and their costs, each measured by itself
     profile       all of these for a model
     chain         the chain that the solver sees; ``simulate`` defines the cost of a schedule

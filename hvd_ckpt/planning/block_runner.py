@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.chain import Choice
-from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
+from hvd_ckpt.planning.inputs import copied, fingerprints, left_by, tensors_of
 from hvd_ckpt.planning.policy import CheckpointPolicy
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import no_collection, now, undisturbed
 from hvd_ckpt.utils.memory import recording_marks
@@ -23,24 +23,18 @@ class BlockRunner:
     """Runs one block by itself, on copies of the inputs that the model gives it.
 
     Args:
+        step: the step of the model.
         function: the block.
         args, kwargs: its inputs.
-        device: the device of the model.
-        autocast: makes a context for the forward pass.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._function = function
         self._inputs = (args, kwargs)
-        self._device = device
-        self._autocast = autocast
+        self._device = step.device
+        self._autocast = step.autocast
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """New copies of the inputs, which the block may change. As in the model, they are not leaves of the graph."""
@@ -72,8 +66,7 @@ class BlockRunner:
             ends = [tensor for tensor in outputs if tensor.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [_waves_like(tensor) for tensor in ends])
-            gradients = [tensor.grad for tensor in (*inputs, *block.parameters())]
-            return [*seen, *fingerprints([*gradients, *block.buffers(), torch.get_rng_state()])]
+            return [*seen, *left_by(block, inputs)]
 
     def memory(self, policies: Sequence[CheckpointPolicy]) -> list[Choice]:
         """The exact bytes under each policy; seconds are 0."""

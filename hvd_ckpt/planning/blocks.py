@@ -6,6 +6,7 @@ other. One forward pass that saves nothing shows which of them it calls, in whic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,37 +77,32 @@ def find_blocks(
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
     called: dict[str, FoundBlock] = {}
-    order: list[str] = []
     signatures: dict[Any, int] = {}
-    handles = []
 
-    def watch(block: FoundBlock) -> None:
+    def before(block: FoundBlock, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = block.members[0]
+        calls[key] = calls.get(key, 0) + 1
+        if calls[key] > 1:
+            return
+        called[key] = block  # in the order of calls
+        if is_transformed(module, args, kwargs):
+            block.obstacle = "it runs inside a transform of torch.func"
+            # A kind of its own: no signature equals a name.
+            block.like = signatures.setdefault(key, len(signatures))
+            return
+        signature = _signature(block, args, kwargs)
+        if signature not in signatures:
+            signatures[signature] = len(signatures)
+            # Copied before the block runs, which may write its input in
+            # place. Blocks of a known kind get no copy: inputs are large.
+            block.args, block.kwargs = copied((args, kwargs), _detached)
+        block.like = signatures[signature]
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[key] = calls.get(key, 0) + 1
-            if calls[key] > 1:
-                return
-            called[key] = block
-            order.append(key)
-            if is_transformed(module, args, kwargs):
-                block.obstacle = "it runs inside a transform of torch.func"
-                # A kind of its own: no signature equals a name.
-                block.like = signatures.setdefault(key, len(signatures))
-                return
-            signature = _signature(block, args, kwargs)
-            if signature not in signatures:
-                signatures[signature] = len(signatures)
-                # Copied before the block runs, which may write its input in
-                # place. Blocks of a known kind get no copy: inputs are large.
-                block.args, block.kwargs = copied((args, kwargs), _detached)
-            block.like = signatures[signature]
-
-        handles.append(block.modules[0].register_forward_pre_hook(before, with_kwargs=True))
-
-    for block in proposed:
-        if not isinstance(block.modules[0], torch.jit.ScriptModule):  # which has no hooks
-            watch(block)
+    handles = [
+        block.modules[0].register_forward_pre_hook(functools.partial(before, block), with_kwargs=True)
+        for block in proposed
+        if not isinstance(block.modules[0], torch.jit.ScriptModule)  # which has no hooks
+    ]
     try:
         try:
             # With gradients, so that inputs require them as in training. The tensors that autograd would save are dropped at once.
@@ -115,7 +111,7 @@ def find_blocks(
         except (
             Exception
         ):  # code that needs a graph, such as torch.autograd.grad: run again with the whole graph
-            for state in (calls, called, order, signatures):
+            for state in (calls, called, signatures):
                 state.clear()
             for block in proposed:
                 block.args = block.kwargs = block.obstacle = None
@@ -125,7 +121,7 @@ def find_blocks(
         for handle in handles:
             handle.remove()
     inputs = {block.like: (block.args, block.kwargs) for block in called.values() if block.args is not None}
-    blocks = [called[key] for key in order if calls[key] == 1]
+    blocks = [block for key, block in called.items() if calls[key] == 1]
     if not blocks:
         raise ValueError(
             f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
@@ -172,10 +168,9 @@ def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
 
     def visit(name: str, module: nn.Module) -> None:
         if _is_container(module):
-            children = [(child_name, child) for child_name, child in module.named_children()]
             leaves: list[tuple[str, nn.Module]] = []
             plain = base_class(module).forward is nn.Sequential.forward
-            for child_name, child in children:
+            for child_name, child in module.named_children():
                 full = f"{name}.{child_name}" if name else child_name
                 if plain and not list(child.children()):
                     leaves.append((full, child))
@@ -233,14 +228,11 @@ def check_called(model: nn.Module, blocks: Sequence[FoundBlock]) -> None:
 def _is_container(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return len(module) > 1
-    return isinstance(module, nn.Sequential) and (
-        base_class(module).forward is nn.Sequential.forward or _loops(module)
-    )
-
-
-def _loops(module: nn.Sequential) -> bool:
-    """Whether an ``nn.Sequential`` with a ``forward`` of its own holds only composite modules, over which it probably loops."""
-    return len(module) > 1 and all(list(child.children()) for child in module)
+    if not isinstance(module, nn.Sequential):
+        return False
+    # One with a forward of its own probably loops over its children, if all of them are composite.
+    loops = len(module) > 1 and all(list(child.children()) for child in module)
+    return loops or base_class(module).forward is nn.Sequential.forward
 
 
 def _holds_chain(module: nn.Module) -> bool:

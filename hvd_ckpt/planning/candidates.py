@@ -8,10 +8,7 @@ several descents if they are many. The estimates only choose the policies that a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import Trace
@@ -21,30 +18,9 @@ _EXHAUSTIVE = 11  # most nodes for which all subsets are tried: 2048
 _PRICES = 20
 _LOOKS = 200_000  # calls that the estimates of a descent may visit, which takes about a second for any block
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
-_MATMULS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "__matmul__",
-        "einsum",
-    }
-)
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of the choices of a plan, as in :func:`hvd_ckpt.plan`."""
-
-    blocks: Sequence[str] | None = None
-    autocast: torch.dtype | None = None
-    chunk_head: bool = True
+_MATMULS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "__matmul__", "einsum",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,22 +79,24 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
                 _join(groups, source, number)
     # A replay ends a call once its wanted inner tensors have been saved, so a
     # product that is wanted for these alone is not multiplied again.
-    replayed = {
-        number: 0.0
-        if _only_inner(trace, number, read) and calls[number].name in _MATMULS
-        else calls[number].seconds
+    seconds = sum(
+        calls[number].seconds
         for number in needed
-    }
-    seconds = sum(replayed.values())
+        if calls[number].name not in _MATMULS or number in read or calls[number].saved
+    )
     # Groups that begin at a break compute its result, and all that it depends on, once more and for themselves.
     again = {number: _closure(trace, number, dropped) for number in breaks if number in groups}
     distinct = {id(group): group for group in groups.values()}.values()
+    working = 0
     for group in distinct:
-        entered = {source for number in group for source, _ in calls[number].reads if source in breaks}
+        members = [calls[number] for number in group]
+        entered = {source for call in members for source, _ in call.reads if source in breaks}
         seconds += sum(
             calls[repeated].seconds for source in entered - group for repeated in again.get(source, ())
         )
-    working = max((_retained(trace, group) for group in distinct), default=0)
+        places = {call.results[output] for call in members for output in call.saved}
+        places.update(place for call in members for place in call.inner)
+        working = max(working, sum(trace.memory[place] for place in places))
     return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
 
 
@@ -131,10 +109,6 @@ def _join(groups: dict[int, set[int]], first: int, second: int) -> None:
             groups[member] = more
 
 
-def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
-    return number not in read and not trace.calls[number].saved
-
-
 def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
     reached = {number}
     pending = [number]
@@ -144,15 +118,6 @@ def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
                 reached.add(source)
                 pending.append(source)
     return reached
-
-
-def _retained(trace: Trace, group: Iterable[int]) -> int:
-    places: set[int] = set()
-    for number in group:
-        call = trace.calls[number]
-        places.update(call.results[output] for output in call.saved)
-        places.update(call.inner)
-    return sum(trace.memory[place] for place in places)
 
 
 def nodes(trace: Trace) -> list[frozenset[int]]:
@@ -167,15 +132,10 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
             for place in call.results:
                 _join(groups, of_place.setdefault(place, number), number)
     distinct = {id(group): frozenset(group) for group in groups.values()}
-    return [node for node in distinct.values() if _matters(trace, node)]
-
-
-def _matters(trace: Trace, node: frozenset[int]) -> bool:
-    """Whether dropping the node changes anything: whether its results are saved or read."""
-    calls = trace.calls
-    if any(calls[number].saved or calls[number].inner for number in node):
-        return True
-    return any(source in node for call in calls for source, _ in call.reads)
+    # Dropping others changes nothing: their results are neither saved nor read.
+    useful = {source for call in trace.calls for source, _ in call.reads}
+    useful.update(number for number, call in enumerate(trace.calls) if call.saved or call.inner)
+    return [node for node in distinct.values() if node & useful]
 
 
 def candidates(trace: Trace, limit: int = 8) -> list[CheckpointPolicy]:
@@ -307,9 +267,7 @@ def _title(trace: Trace, policy: Policy) -> str:
     return ", ".join(words)
 
 
-_VIEWS = frozenset(
-    {
-        "view", "reshape", "permute", "transpose", "unbind", "chunk", "split", "unsqueeze", "squeeze", "expand", "contiguous",
-        "__getitem__", "T.__get__", "flatten", "unflatten", "detach", "to", "type_as",
-    }
-)  # fmt: skip
+_VIEWS = {
+    "view", "reshape", "permute", "transpose", "unbind", "chunk", "split", "unsqueeze", "squeeze", "expand", "contiguous",
+    "__getitem__", "T.__get__", "flatten", "unflatten", "detach", "to", "type_as",
+}  # fmt: skip

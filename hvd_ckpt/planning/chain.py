@@ -143,24 +143,23 @@ def simulate(blocks: Sequence[Block], items: Sequence[Item], in_flight: int = 1)
         in_flight: number of micro-batches that are held at a time, as in a pipeline stage. While one of them runs forward or
             backward, the others hold what they keep between their forward and backward passes. Seconds are those of one
             micro-batch.
-
-    Raises:
-        ValueError: the items do not cover the blocks in order, each once, or a segment spans blocks that do not join.
     """
-    walk = _simulate(blocks, items)
-    return walk.peak + (in_flight - 1) * walk.kept, walk.seconds
+    walk = _Walk(blocks)
+    kept = walk.level(items, 0, 0)
+    return walk.peak + (in_flight - 1) * kept, walk.seconds
+
+
+def all_kept(blocks: Sequence[Block]) -> Solution:
+    """The schedule without recomputation."""
+    items = tuple(Run(block, 0) for block in range(len(blocks)))
+    return Solution(items, *simulate(blocks, items))
 
 
 def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
     """Index of the first block whose forward or backward pass sets the peak of a schedule."""
-    return _simulate(blocks, items).block
-
-
-def _simulate(blocks: Sequence[Block], items: Sequence[Item]) -> _Walk:
     walk = _Walk(blocks)
-    _check_order(blocks, items, 0, len(blocks))
-    walk.kept = walk.level(items, 0, 0)
-    return walk
+    walk.level(items, 0, 0)
+    return walk.block
 
 
 class _Walk:
@@ -169,7 +168,6 @@ class _Walk:
     Attributes:
         peak, block: the highest peak so far, and the block that set it.
         seconds: the time so far.
-        kept: bytes held between the forward and the backward pass of the whole chain.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -177,7 +175,6 @@ class _Walk:
         self.peak = 0
         self.block = 0
         self.seconds = 0.0
-        self.kept = 0
 
     def level(self, items: Sequence[Item], base: int, waiting: int) -> int:
         """Runs a level forward and backward; returns the bytes held between the two.
@@ -232,30 +229,3 @@ class _Walk:
         """Records the bytes that are held during a pass of a block."""
         if held > self.peak:
             self.peak, self.block = held, block
-
-
-def _check_order(blocks: Sequence[Block], items: Sequence[Item], start: int, stop: int) -> None:
-    """Raises ValueError unless the items cover blocks ``start`` to ``stop - 1`` in order, each once, and segments span blocks that
-    join."""
-    position = start
-    for item in items:
-        first = item.first
-        if first != position or position >= stop:
-            raise ValueError(
-                f"block {first} comes where block {position} of {stop} should: list every block once, in order"
-            )
-        position = item.last + 1
-        if isinstance(item, Run):
-            if not 0 <= item.choice < len(blocks[first].choices):
-                raise ValueError(
-                    f"block {first} has no choice {item.choice}: it has {len(blocks[first].choices)} choices"
-                )
-            continue
-        for index in range(first, min(position, stop) - 1):
-            if not blocks[index].joins_next:
-                raise ValueError(
-                    f"a segment spans blocks {index} and {index + 1}, which do not join: split it"
-                )
-        _check_order(blocks, item.items, first, position)
-    if position != stop:
-        raise ValueError(f"the items end before block {position} of {stop}: list every block once, in order")

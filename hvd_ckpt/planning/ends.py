@@ -13,7 +13,7 @@ from torch import nn
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.measure import no_collection
-from hvd_ckpt.utils.memory import Mark, Marks, recording_marks
+from hvd_ckpt.utils.memory import Mark, recording_marks
 
 
 class Ends(NamedTuple):
@@ -39,17 +39,6 @@ def measure_ends(step: Step, first: nn.Module, last: nn.Module) -> Ends:
     #     loss -- loss and head -- gradient -- blocks -- input -- embeddings -- end                      backward
     #
     # If the input of the first block requires no gradient, "input" is missing and nothing before the blocks has a backward pass.
-    by_name = {mark.name: mark for mark in _marked_step(step, first, last).marks}
-    begin, end = by_name["first block"], by_name["last block"]
-    after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
-    forward, backward = (
-        by_name[name].peak_bytes - end.bytes if name in by_name else 0 for name in ("loss", "gradient")
-    )
-    return Ends(begin, after, max(forward, 0), backward)
-
-
-def _marked_step(step: Step, first: nn.Module, last: nn.Module) -> Marks:
-    """Runs a step with marks where the chain begins and ends, forward and backward."""
     seen: set[str] = set()
     handles = []
     # The copies of the sample are made before the recording begins, so their bytes do not count.
@@ -85,4 +74,10 @@ def _marked_step(step: Step, first: nn.Module, last: nn.Module) -> Marks:
             for handle in handles:
                 handle.remove()
         marks.mark("end")
-    return marks
+    by_name = {mark.name: mark for mark in marks.marks}
+    begin, end = by_name["first block"], by_name["last block"]
+    after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
+    forward, backward = (
+        by_name[name].peak_bytes - end.bytes if name in by_name else 0 for name in ("loss", "gradient")
+    )
+    return Ends(begin, after, max(forward, 0), backward)

@@ -1,7 +1,7 @@
 """Head of a language model, and the cost of its cross entropy in chunks.
 
 Dropping the logits would save nothing, since the loss needs them at once. So a plan has a number of chunks for the linear layer
-that computes them (:mod:`hvd_ckpt.recompute.deferred`). Head and loss, which run behind the last block, have one choice for each
+that computes them (:mod:`hvd_ckpt.planning.deferred`). Head and loss, which run behind the last block, have one choice for each
 number.
 """
 
@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
+from hvd_ckpt.planning.deferred import listening
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
-from hvd_ckpt.recompute.deferred import listening
 from hvd_ckpt.recompute.keeper import saving_nothing
 from hvd_ckpt.utils.torch_private import is_compiled
 
@@ -60,7 +60,7 @@ class Head:
 
     def costs(self, step: Step) -> list[HeadCost]:
         """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
-        runner = BlockRunner(self._run, (self.hidden, self.targets), {}, step.device, step.autocast)
+        runner = BlockRunner(step, self._run, (self.hidden, self.targets), {})
         costs: list[HeadCost] = []
         for chunks in (None, *self._numbers()):
             # The policy is on the module, and the runner gets KEEP: the loss, which

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -58,7 +59,18 @@ def fingerprints(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if tensor is None else int(fingerprint(tensor)) for tensor in tensors]
 
 
+def left_by(model: nn.Module, inputs: Iterable[Tensor]) -> list[int]:
+    """Fingerprints of what a backward pass leaves: gradients, buffers and the random state.
+
+    A policy that draws more or fewer numbers would change the dropout of all later steps.
+    """
+    gradients = [tensor.grad for tensor in (*model.parameters(), *inputs)]
+    return fingerprints([*gradients, *model.buffers(), torch.get_rng_state()])
+
+
 def in_words(error: Exception) -> str:
-    """An error as one short line."""
+    """An error of the user's code as one short line. Lack of memory says nothing about the code, and is raised."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        raise error
     text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
     return f"{type(error).__name__}: {text if len(text) <= 200 else text[:197] + '...'}"

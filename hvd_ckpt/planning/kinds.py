@@ -28,19 +28,6 @@ _SECONDS_PER_KIND = 1.5
 _SECONDS = 12.0
 
 
-@dataclasses.dataclass
-class _Checked:
-    """What was seen of blocks that make the same calls.
-
-    Attributes:
-        repeats: whether two runs from the same state give the same bits.
-        problems: for each policy that was tried, what is wrong with it, or None.
-    """
-
-    repeats: bool
-    problems: dict[CheckpointPolicy, str | None] = dataclasses.field(default_factory=dict)
-
-
 class KindProfiler:
     """Measures one block of each kind by itself.
 
@@ -59,15 +46,16 @@ class KindProfiler:
         self._step = step
         self._most_policies = 4 if kinds > _MANY_KINDS else 8
         self._least_seconds = min(_SECONDS_PER_KIND, _SECONDS / max(kinds, 1))
-        self._checked: dict[object, _Checked] = {}  # by the form of the calls of a block
+        # By the form of the calls of a block: whether two runs from the same state give the same bits. With a policy: what is wrong
+        # with it, or None.
+        self._repeats: dict[object, bool] = {}
+        self._problems: dict[tuple[object, CheckpointPolicy], str | None] = {}
 
     def measure(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
         """The policies of a block and their costs. A block that cannot be run by itself is kept whole, with costs of 0."""
         if block.obstacle is None:
             try:
                 return self._measure_alone(block)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
             except Exception as error:
                 block.obstacle = f"it cannot be run by itself ({in_words(error)})"
         self.notes[block.like] = f"kept whole, and in no segment: {block.obstacle}"
@@ -89,25 +77,23 @@ class KindProfiler:
         # Kinds of blocks that make the same calls on tensors of other sizes, such as the layers of a DenseNet, are checked once.
         # All are checked again in the model.
         form = block.like if traced is None else traced.form
-        if form not in self._checked:
-            self._checked[form] = _Checked(runner.outcome(KEEP, block.modules) == expected())
-        checked = self._checked[form]
-        repeats = checked.repeats
+        if form not in self._repeats:
+            self._repeats[form] = runner.outcome(KEEP, block.modules) == expected()
+        repeats = self._repeats[form]
 
         def problem(policy: CheckpointPolicy) -> str | None:
             try:
                 # Bits tell nothing if the block does not repeat its own: then it only has to run.
                 right = runner.outcome(policy, block.modules) == expected() or not repeats
                 return None if right else "gives other values"
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
             except Exception as error:
                 return f"fails ({in_words(error)})"
 
         def is_right(policy: CheckpointPolicy) -> bool:
-            if policy not in checked.problems:
-                checked.problems[policy] = problem(policy)
-            reason = checked.problems[policy]
+            key = form, policy
+            if key not in self._problems:
+                self._problems[key] = problem(policy)
+            reason = self._problems[key]
             if reason is not None:
                 problems.append(reason)
             return reason is None
@@ -140,15 +126,13 @@ class KindProfiler:
                 with undisturbed(nn.ModuleList(block.modules), self._step.device), self._step.autocast():
                     traces.append(trace(block, args, kwargs))
             return fastest(traces[1:])
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
             problems.append(f"fails, as its calls cannot be traced ({in_words(error)})")
             return None
 
     def _measure_alone(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
         assert block.args is not None and block.kwargs is not None
-        runner = BlockRunner(block, block.args, block.kwargs, self._step.device, self._step.autocast)
+        runner = BlockRunner(self._step, block, block.args, block.kwargs)
         policies = self._policies(block, runner)
         # A first run allocates what later ones reuse, such as the gradients of parameters.
         runner.seconds(policies[:1], 0.0, least_rounds=1)

@@ -274,7 +274,7 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        """Two lines, for a log; ``hvd-ckpt plan --load`` shows tables and pictures."""
+        """Two lines, for a log; ``hvd-ckpt plan --plan FILE`` shows tables and pictures."""
         limit = "the fastest" if self.budget is None else f"budget {show_bytes(self.budget)}"
         cost, kind = (self.predicted, "predicted") if self.measured is None else (self.measured, "measured")
         return (

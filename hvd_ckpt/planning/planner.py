@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.planning.candidates import PlanOptions
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, all_kept, bottleneck
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.memory import free_memory
@@ -35,10 +34,6 @@ _CORRECTIONS = 5
 _TIMED = 3  # steps at most of one plan
 _TIMED_SECONDS = 0.4  # after which no further step is timed: longer steps vary less
 _OUT_OF_MEMORY = 1 << 63  # the peak of a step that ran out of memory: larger than every budget
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 class _Tried(NamedTuple):
@@ -74,7 +69,9 @@ class Planner:
     Args:
         say: called with a line of text for each measurement.
         budget: the budget of the first plan. A budget in bytes is refused early if the code around the blocks needs more.
-        options: fields of :class:`.candidates.PlanOptions`.
+
+    Attributes:
+        chain: the measured chain, with a pseudo-block at each end.
 
     Raises:
         BudgetError: the budget is refused.
@@ -86,74 +83,53 @@ class Planner:
         *args: Any,
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
-        say: Callable[[str], None] = _say_nothing,
+        say: Callable[[str], None] = lambda text: None,
         budget: Given = None,
-        **options: Any,
+        blocks: Sequence[str] | None = None,
+        autocast: torch.dtype | None = None,
+        chunk_head: bool = True,
     ) -> None:
-        given = PlanOptions(**options)
-        self._step = Step(model, args, kwargs or {}, loss, given.autocast)
+        self._step = Step(model, Sample(args, kwargs or {}, loss), autocast)
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say
         first = parse_budget(budget)
         limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
-        self._chain: list[Block] = []
+        self.chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         self._kept: _Tried | None = None  # without recomputation
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
         # Entered anew: on entry it decides what it will restore, and that includes the parameters that were found to be written.
         with undisturbed(model, self._step.device), verifying("never"):
-            self.profile = Profile(self._step, given, say, limit)
+            self.profile = Profile(self._step, say, limit, blocks, chunk_head)
             self._calibrate()
 
-    def bind(
-        self,
-        model: nn.Module,
-        *args: Any,
-        kwargs: Mapping[str, Any] | None = None,
-        loss: Callable[[Any], Tensor] | None = None,
-        say: Callable[[str], None] = _say_nothing,
-    ) -> None:
-        """Takes another model, sample and loss for which the measurements of the blocks hold, too."""
-        self._step.bind(model, args, kwargs or {}, loss)
+    def bind(self, model: nn.Module, sample: Sample, say: Callable[[str], None]) -> None:
+        """Takes another model and sample for which the measurements of the blocks hold, too."""
+        self._step.bind(model, sample)
         self._say = say
         with undisturbed(model, self._step.device), verifying("never"):
             self._try_kept()
 
     def release(self) -> None:
-        """Keeps the measurements, and no model, sample and loss, until :meth:`bind`."""
+        """Keeps the measurements, and no model and sample, until :meth:`bind`."""
         self._step.release()
-        self._say = _say_nothing
-
-    @property
-    def chain(self) -> list[Block]:
-        """The measured chain, with a pseudo-block at each end."""
-        return self._chain
+        self._say = lambda text: None
 
     @property
     def baseline(self) -> Cost:
         """The predicted cost without recomputation."""
-        return _cost(self._all_kept)
+        return _cost(all_kept(self.chain))
 
     @property
-    def _all_kept(self) -> Solution:
-        items = tuple(Run(index, 0) for index in range(len(self._chain)))
-        return Solution(items, *simulate(self._chain, items))
-
-    @functools.cached_property
     def smallest(self) -> Cost:
         """The predicted cost of the plan with the smallest peak."""
         return _cost(self._solver.smallest)
 
     @functools.cached_property
     def _solver(self) -> Solver:
-        return Solver(self._chain)
-
-    @functools.cached_property
-    def _points(self) -> list[Solution]:
-        """Schedules on the Pareto frontier of peak and time, as predicted."""
-        return self._solver.frontier()
+        return Solver(self.chain)
 
     def plan(self, budget: Given = None) -> Plan:
         """The fastest plan whose peak stays within ``budget``.
@@ -192,10 +168,8 @@ class Planner:
                 if budget.kind == "min":  # it needs a little more than was predicted
                     return error.smallest, self._fastest(error.smallest), None
                 return limit, self._fastest(error.smallest), error
-        except (BudgetError, torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
-            if not self._recomputes:
+            if isinstance(error, BudgetError) or not self._recomputes:
                 raise
             return limit, f"fails ({in_words(error)})", None
 
@@ -208,17 +182,17 @@ class Planner:
     @property
     def _recomputes(self) -> bool:
         """Whether any block has more than one choice or may join a segment."""
-        return any(len(block.choices) > 1 or block.joins_next for block in self._chain)
+        return any(len(block.choices) > 1 or block.joins_next for block in self.chain)
 
     def _recompute_less(self, problem: str) -> None:
         """Removes all segments from the search, or all recomputation from a search without segments. Notes the problem."""
-        if any(block.joins_next for block in self._chain):
+        if any(block.joins_next for block in self.chain):
             self._notes.append(f"There are no segments of blocks: a step with them {problem}.")
-            self._chain = [dataclasses.replace(block, joins_next=False) for block in self._chain]
+            self.chain = [dataclasses.replace(block, joins_next=False) for block in self.chain]
         else:
             self._notes.append(f"All blocks are kept whole: a step that recomputes some {problem}.")
-            self._chain = [block.only(1) for block in self._chain]
-        for name in ("smallest", "_solver", "_points", "_unlimited"):
+            self.chain = [block.only(1) for block in self.chain]
+        for name in ("_solver", "_unlimited"):
             self.__dict__.pop(name, None)
 
     def plan_parts(self, layout: Layout, budget: Given) -> Plan:
@@ -241,7 +215,7 @@ class Planner:
         def alone(extra: int, choice: Choice) -> dict[str, Any]:
             return {"backward_peak": choice.backward_peak - extra, "casts": 0}
 
-        pairs = zip(self._chain, [0, *self.profile.waiting, 0])
+        pairs = zip(self.chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         modules = [self._step.model.get_submodule(block.members[0]) for block in blocks]
         make = functools.partial(self.profile.plan_of, sample=self._sample)
@@ -265,15 +239,15 @@ class Planner:
             measured=Cost(tried.peak, statistics.median(times)),
             baseline=self.baseline,
             smallest=self.smallest,
-            frontier=tuple(map(_cost, self._points)),
+            frontier=tuple(map(_cost, self._solver.frontier())),
             timelines=timelines,
         )
 
     def _limit(self, budget: Budget) -> int | None:
         if budget.kind == "min":
-            longest = MIN_SLOWDOWN * self.baseline.seconds
-            quick = [point for point in self._points if point.seconds <= longest]
-            return min(point.peak for point in quick or self._points)
+            longest, points = MIN_SLOWDOWN * self.baseline.seconds, self._solver.frontier()
+            quick = [point for point in points if point.seconds <= longest]
+            return min(point.peak for point in quick or points)
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
     def _fastest(self, limit: int | None) -> _Tried:
@@ -338,7 +312,7 @@ class Planner:
         if best is None:
             best = self._try(self._solver.smallest)
             if best.peak > limit:
-                place = self._place(bottleneck(self._chain, best.solution.items))
+                place = self._place(bottleneck(self.chain, best.solution.items))
                 if best.peak == _OUT_OF_MEMORY:
                     raise BudgetError(
                         f"No plan stays within a budget of {show_bytes(limit)}: {self._step.device} has no room for the plan with "
@@ -356,7 +330,7 @@ class Planner:
     def _place(self, block: int) -> str:
         if block == 0:
             return "what runs before the first block"
-        if block == len(self._chain) - 1:
+        if block == len(self.chain) - 1:
             return "what runs behind the last block (head and loss)"
         return f"block '{self.profile.blocks[block - 1].members[0]}'"
 
@@ -366,23 +340,23 @@ class Planner:
         The step takes longer than the sum of its blocks, since memory that is touched for the first time costs time. The
         difference is spread over the bytes that the blocks keep.
         """
-        self._chain = self.profile.chain
+        self.chain = self.profile.chain
         self._try_kept()
         if self._kept is None:
             return
         seconds = min(self._step.seconds() for _ in range(2))
-        kept = sum(block.choices[0].kept for block in self._chain[1:-1])
+        kept = sum(block.choices[0].kept for block in self.chain[1:-1])
         rate = max(seconds - self.baseline.seconds, 0.0) / max(kept, 1)
-        self._chain = [
+        self.chain = [
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
-            for block in self._chain
+            for block in self.chain
         ]
-        solution = self._all_kept
+        solution = all_kept(self.chain)
         self._kept = self._tried[solution.items] = self._kept._replace(solution=solution)
 
     def _try_kept(self) -> None:
         """Measures a step without recomputation, if it fits with certainty and was not measured yet."""
-        solution, known = self._all_kept, self._kept
+        solution, known = all_kept(self.chain), self._kept
         # How much memory is free may have changed since the last plan.
         self._tried.clear()
         self._kept = None

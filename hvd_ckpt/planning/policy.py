@@ -15,8 +15,8 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
+from hvd_ckpt.planning.deferred import defer
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
-from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import shown

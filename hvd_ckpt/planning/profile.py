@@ -15,7 +15,6 @@ from torch import nn
 
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.budget import BudgetError
-from hvd_ckpt.planning.candidates import PlanOptions
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.ends import Ends, measure_ends
 from hvd_ckpt.planning.head import HeadCost, find_head, without_head
@@ -56,9 +55,10 @@ class Profile:
     def __init__(
         self,
         step: Step,
-        options: PlanOptions,
         say: Callable[[str], None],
         limit: int | None,
+        blocks: Sequence[str] | None,
+        chunk_head: bool,
     ) -> None:
         self.step = step
         self.chain: list[Block] = []  # empty until everything is measured
@@ -66,10 +66,10 @@ class Profile:
         self._repeats: dict[int | None, bool] = {}
         # The outcome of the last step without recomputation.
         self._expected: dict[int | None, list[int]] = {}
-        self.blocks = find_blocks(step.model, step.forward, options.blocks)
+        self.blocks = find_blocks(step.model, step.forward, blocks)
         self.head: str | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
-        if options.chunk_head and options.blocks is None:
+        if chunk_head and blocks is None:
             self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
@@ -158,6 +158,12 @@ class Profile:
             choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
             return self.problem(self.plan_of(tuple(range(len(self.blocks))), choices), fits)
 
+        def keep_whole(kind: int, reason: str) -> None:
+            policies[kind], costs[kind], lean[kind] = [KEEP], costs[kind].only(1), 0
+            self.policies = [policies[block.like] for block in self.blocks]
+            self._alone.add(kind)
+            self.notes[kind] = f"kept whole, and in no segment: {reason}"
+
         # All at once, which is one step if nothing is wrong. Otherwise
         # each kind alone, and then together those that are right alone.
         if problem(kinds) is None:
@@ -165,19 +171,11 @@ class Profile:
         for kind in kinds:
             reason = problem([kind]) if lean[kind] else None
             if reason is not None:
-                policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
-                lean[kind] = 0
-                self.policies = [policies[block.like] for block in self.blocks]
-                self._alone.add(kind)
-                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {reason}"
+                keep_whole(kind, f"in the model, recomputing it {reason}")
         reason = problem(kinds)
         if reason is not None:
             for kind in kinds:
-                policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
-                self._alone.add(kind)
-                self.notes[kind] = (
-                    f"kept whole, and in no segment: together with others, recomputing it {reason}"
-                )
+                keep_whole(kind, f"together with others, recomputing it {reason}")
 
     def problem(self, plan: Plan, compare: bool) -> str | None:
         """Describes what is wrong with a step under the plan; None if it is right.
@@ -189,8 +187,6 @@ class Profile:
         try:
             with applied(self.step.model, plan):
                 outcome = self.step.outcome()
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
             return f"fails ({in_words(error)})"
         if not compare or not self._repeats.get(chunks, True):

@@ -11,6 +11,7 @@ import torch
 from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.processes import watchdog, whole_model
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process, raise_gathered
 
 T = TypeVar("T")
 
@@ -33,14 +34,11 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
         try:
             with whole_model.alone():
                 answer = make(limit)
-        except (BudgetError, ValueError) as error:
+        except (BudgetError, ValueError) as error:  # sent as it is: it may have a plan
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))
-        except Exception as error:  # the other ranks wait for an answer
+        except Exception as error:
             answer = RuntimeError(f"planning failed on rank 0: {type(error).__name__}: {error}")
-    # Horovod's ranks are the replicas of one stage. Stages other than 0 broadcast None, and all take what stage 0 has, the first.
-    result: T | Exception = current().gather_objects(
-        hvd.broadcast_object(answer, root_rank=0, name="hvd_ckpt.plan")
-    )[0]
+    result: T | Exception = of_first_process(answer, "hvd_ckpt.plan")
     if isinstance(result, Exception):
         raise result
     return result
@@ -57,15 +55,11 @@ def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
         local = parse_budget(budget)
         if local.is_absolute:
             local = Budget("bytes", local.bytes(0, 0, device) or 0)
-    except ValueError as error:
-        # Not raised here: the other ranks are on their way to the collective below, and would wait in it.
+    except ValueError as error:  # the other ranks are on their way to the collective below
         local = ValueError(str(error))
-    replicas = current().gather_objects(hvd.allgather_object(local, name="hvd_ckpt.plan.budget"))
-    budgets: list[Budget] = []
-    for rank, answer in enumerate(answer for stage in replicas for answer in stage):
-        if isinstance(answer, ValueError):
-            raise ValueError(f"rank {rank}: {answer}")
-        budgets.append(answer)
+    answers = of_all_processes(local, "hvd_ckpt.plan.budget")
+    raise_gathered([answer if isinstance(answer, ValueError) else None for answer in answers])
+    budgets: list[Budget] = answers
     if all(budget.kind == "bytes" for budget in budgets):
         return min(budgets, key=lambda budget: budget.value)
     if len(set(budgets)) > 1:

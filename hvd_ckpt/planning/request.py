@@ -17,7 +17,7 @@ from hvd_ckpt.planning.cache import cached, key_of
 from hvd_ckpt.planning.inputs import tensors_of
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.planner import Layout, Planner, free_failed_step
-from hvd_ckpt.planning.step import as_outside, device_of, surrounding_autocast
+from hvd_ckpt.planning.step import Sample, as_outside, device_of, surrounding_autocast
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import one_line, show_bytes, talking
 
@@ -89,7 +89,7 @@ def plan(
         raise ValueError("blocks: with a layout the blocks are the children of the chain")
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
-    options = {
+    options: dict[str, Any] = {
         "blocks": blocks,
         "autocast": autocast,
         "chunk_head": chunk_head,
@@ -98,8 +98,8 @@ def plan(
 
     def find(limit: Budget) -> Plan:
         with _talking(verbose) as say:
-            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options}
-            make = functools.partial(make_plan, model, *args, budget=limit, **given)
+            sample = Sample(args, kwargs or {}, loss)
+            make = functools.partial(make_plan, model, sample, limit, say, **options)
             if cache is None or limit.kind == "device":  # its bytes depend on the free memory
                 return make()
             key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options})
@@ -114,8 +114,9 @@ def plan(
 
 def make_plan(
     model: nn.Module,
-    *args: Any,
+    sample: Sample,
     budget: Budget,
+    say: Callable[[str], None] = lambda text: None,
     layout: Layout | None = None,
     **options: Any,
 ) -> Plan:
@@ -123,16 +124,16 @@ def make_plan(
 
     Args:
         layout: as in :func:`plan`.
-        options: arguments of :class:`.planner.Planner`.
+        options: further arguments of :class:`.planner.Planner`.
 
     Raises:
         ValueError, BudgetError: as in :func:`plan`.
     """
-    device, sample = device_of(model, args), (args, options.get("kwargs"))
+    device = device_of(model, sample.args)
     with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
         if layout is not None:
             options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        with _planner(model, args, None if layout else budget, device, **options) as planner:
+        with _planner(model, sample, None if layout else budget, say, options) as planner:
             if layout is None:
                 return planner.plan(budget)
             return planner.plan_parts(layout, budget)
@@ -144,19 +145,21 @@ _planners: weakref.WeakKeyDictionary[nn.Module, tuple[str, Planner]] = weakref.W
 
 @contextlib.contextmanager
 def _planner(
-    model: nn.Module, args: tuple[Any, ...], budget: Budget | None, device: torch.device, **options: Any
+    model: nn.Module,
+    sample: Sample,
+    budget: Budget | None,
+    say: Callable[[str], None],
+    options: dict[str, Any],
 ) -> Iterator[Planner]:
     """The planner that has measured this model on such a sample, or a new one."""
-    given = ("kwargs", "loss", "say")
-    bound = {name: options[name] for name in given if name in options}
-    settings = {name: value for name, value in options.items() if name not in given}
-    key = key_of(model, (args, options.get("kwargs")), options.get("loss"), device, settings)
+    args, kwargs, loss = sample
+    key = key_of(model, (args, kwargs), loss, device_of(model, args), options)
     # Taken out: a planner that fails while it is bound must not stay, since it would keep the model alive.
     known, planner = _planners.pop(model, ("", None))
     if planner is not None and known == key:
-        planner.bind(model, *args, **bound)
+        planner.bind(model, sample, say)
     else:
-        planner = Planner(model, *args, budget=budget, **options)
+        planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, budget=budget, **options)
     try:
         yield planner
     finally:
@@ -240,13 +243,13 @@ def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module, sample: Any) -> Iterator[None]:
+def _explained(model: nn.Module, sample: Sample) -> Iterator[None]:
     """Raises a ValueError in place of an error of a model that has no values, is on other devices than the sample, or was given all
     arguments in one container."""
     try:
         yield
     except (AttributeError, TypeError) as error:
-        args = sample[0]
+        args = sample.args
         if len(args) != 1 or not isinstance(args[0], (tuple, list, dict)):
             raise
         raise ValueError(
@@ -255,7 +258,7 @@ def _explained(model: nn.Module, sample: Any) -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-        given = sorted({str(tensor.device) for tensor in tensors_of(sample)})
+        given = sorted({str(tensor.device) for tensor in tensors_of(sample[:2])})
         if "meta" in (*places, *given):
             what = "need values, which the device 'meta' has not"
             way = "build them on the device on which they will run"

@@ -20,20 +20,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_ckpt.planning.chain import (
-    Block,
-    Choice,
-    Item,
-    Run,
-    Segment,
-    Solution,
-    simulate,
-)
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, simulate
 
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -163,9 +155,8 @@ class Solver:
         count = len(self._whole[0].need)
         points = {*range(0, count, max(count // _SIMULATED, 1)), count - 1}
         frontier: list[Solution] = []
-        for solution in sorted(
-            map(self._solution, points), key=lambda solution: (solution.peak, solution.seconds)
-        ):
+        solutions = map(self._solution, points)
+        for solution in sorted(solutions, key=lambda solution: (solution.peak, solution.seconds)):
             if not frontier or solution.seconds < frontier[-1].seconds:
                 frontier.append(solution)
         return frontier
@@ -211,7 +202,11 @@ class Solver:
         # Falling s and growing t: the parts of a level, and the first level that equals it, are always there before it.
         for s in reversed(range(last)):
             for t in self._ends[s]:
-                key: object = (windows[s, t - 1], windows[s + 1, t]) if t > s else _costs(self.blocks[s])
+                key: object = (
+                    (windows[s, t - 1], windows[s + 1, t])
+                    if t > s
+                    else replace(self.blocks[s], joins_next=True)
+                )
                 windows[s, t] = known.setdefault(key, (s, t))
         size = _size(sum(t - s + 1 for (s, t), first in windows.items() if first == (s, t)))
         for (s, t), first in windows.items():
@@ -381,23 +376,11 @@ def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
     """The choices with their numbers, without those that are no better than another choice in any cost."""
     kept: list[tuple[int, Choice]] = []
-    for number, choice in sorted(enumerate(choices), key=lambda entry: _costs_of(entry[1])):
-        costs = _costs_of(choice)
-        if not any(
-            all(theirs <= ours for theirs, ours in zip(_costs_of(better), costs)) for _, better in kept
-        ):
+    for number, choice in sorted(enumerate(choices), key=lambda entry: astuple(entry[1])):
+        costs = astuple(choice)
+        if not any(all(theirs <= ours for theirs, ours in zip(astuple(better), costs)) for _, better in kept):
             kept.append((number, choice))
     return kept
-
-
-def _costs_of(choice: Choice) -> tuple[float, ...]:
-    return choice.seconds, choice.kept, choice.forward_peak, choice.backward_peak, choice.casts
-
-
-def _costs(block: Block) -> object:
-    """All costs of a block, by which blocks are equal."""
-    choices = tuple(map(_costs_of, block.choices))
-    return choices, block.output, block.forward_seconds, block.forward_working, block.casts, block.frame
 
 
 def _spread(need: Integers, seconds: Seconds, points: int) -> list[int]:

@@ -4,47 +4,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
+from hvd_ckpt.planning.inputs import copied, fingerprints, left_by, tensors_of
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import no_collection, noting_written, now, undisturbed
 from hvd_ckpt.utils.memory import Marks, recording_marks
 
 
+class Sample(NamedTuple):
+    """A batch: arguments of the model and the loss of its output, or None as for :func:`hvd_ckpt.plan`."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], Tensor] | None
+
+
 class Step:
     """A training step of the user's model on the sample: forward, loss, backward."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        loss: Callable[[Any], Tensor] | None,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.device = device_of(model, args)
+    def __init__(self, model: nn.Module, sample: Sample, autocast: torch.dtype | None = None) -> None:
+        self.device = device_of(model, sample.args)
         self._autocast = autocast
-        self.bind(model, args, kwargs, loss)
+        self.bind(model, sample)
 
-    def bind(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        loss: Callable[[Any], Tensor] | None,
-    ) -> None:
-        """Takes another model, sample and loss of the same kind."""
-        self.model = model
-        self._sample = (args, dict(kwargs))
-        self._loss_function = loss
+    def bind(self, model: nn.Module, sample: Sample) -> None:
+        """Takes another model and sample of the same kind."""
+        self.model, self._sample = model, sample
 
     def release(self) -> None:
-        """Holds no model, sample and loss until :meth:`bind`."""
-        del self.model, self._sample, self._loss_function
+        """Holds no model and sample until :meth:`bind`."""
+        del self.model, self._sample
 
     @property
     def autocast_name(self) -> str | None:
@@ -82,7 +75,7 @@ class Step:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
         try:
-            yield copied(self._sample, own)
+            yield copied((self._sample.args, dict(self._sample.kwargs)), own)
         finally:
             for leaf, gradient in leaves:
                 leaf.grad = gradient
@@ -136,11 +129,7 @@ class Step:
             inputs = [
                 tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad and tensor.is_leaf
             ]
-            loss = self.run_on(args, kwargs)
-            gradients = [tensor.grad for tensor in (*self.model.parameters(), *inputs)]
-            # The random state is compared, too: a policy that draws more
-            # or fewer numbers would change the dropout of all later steps.
-            return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
+            return [*fingerprints([self.run_on(args, kwargs)]), *left_by(self.model, inputs)]
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         with torch.enable_grad(), self.autocast():
@@ -156,8 +145,8 @@ class Step:
         return loss.detach()
 
     def _loss_of(self, output: Any) -> Tensor:
-        if self._loss_function is not None:
-            loss = self._loss_function(output)
+        if self._sample.loss is not None:
+            loss = self._sample.loss(output)
         elif isinstance(output, Tensor) and output.numel() == 1:
             loss = output
         elif isinstance(getattr(output, "loss", None), Tensor):

@@ -139,50 +139,48 @@ class _RecordingTape(Tape):
         # The tape fills these in only if the results can be dropped (`Tape._record`).
         if call is not None and (call.args or call.kwargs or call.inner):
             own: dict[int | None, int] = {}
-            traced.droppable = True
-            traced.reads = [(reference.call.number, reference.output) for reference in call.references()]
-            for output, tensor in enumerate(tensors_in(result)):
+
+            def place_of(tensor: Tensor) -> tuple[int, bool]:
+                """The number of a tensor's memory, and whether it is new."""
                 memory = memory_of(tensor)
-                if (
-                    memory is not None and memory in sources
-                ):  # a view of, or a change in place of, an earlier result
-                    tag = sources[memory]
-                    place = self._places[tag.call.number, tag.output]
-                else:
-                    place = own.setdefault(memory, len(self._memory))
-                    if place == len(self._memory):
-                        self._memory.append(0 if self._is_input(memory, args, kwargs) else _bytes_of(tensor))
+                if memory is not None and (tag := sources.get(memory)) is not None:
+                    return self._places[tag.call.number, tag.output], False
+                place = own.setdefault(memory, len(self._memory))
+                if is_new := place == len(self._memory):
+                    self._memory.append(_bytes_of(tensor))
+                return place, is_new
+
+            traced.droppable = True
+            traced.reads = [(reference.call.number, reference.output) for reference in call.references]
+            inputs = {memory_of(tensor) for tensor in tensors_in(args, kwargs)} - {None}
+            for output, tensor in enumerate(tensors_in(result)):
+                place, is_new = place_of(tensor)
+                if is_new and memory_of(tensor) in inputs:
+                    self._memory[place] = 0
                 self._places[number, output] = place
                 traced.results.append(place)
             for tensor in self._pending:
-                memory = memory_of(tensor)
-                if memory is not None and memory in sources:  # the result of a change in place
-                    tag = sources[memory]
-                    traced.inner.append(self._places[tag.call.number, tag.output])
-                    continue
-                place = own.setdefault(memory, len(self._memory))
-                if place == len(self._memory):
-                    self._memory.append(_bytes_of(tensor))
+                place, is_new = place_of(tensor)
+                if is_new:
                     with DisableTorchFunction():
                         packed = compress(tensor.detach())
                     if packed is not None:
-                        self._compressible[place] = tensor.nbytes - packed.nbytes
+                        self._compressible[place] = tensor.nbytes - packed.payload.nbytes
                 traced.inner.append(place)
         self._pending = []
         return result
 
-    def _drops(self, number: int, func: Callable[..., Any]) -> bool:
+    def _drops(self, number: int, name: str) -> bool:
         return True
 
     def _begin(self, call: Call) -> None:
         self._noted[call.number] = call
 
     def pack(self, tensor: Tensor) -> Any:
-        inner = (
-            self._running.call.inner if self._running is not None and self._running.call is not None else 0
-        )
+        call = None if self._running is None else self._running.call
+        inner = 0 if call is None else call.inner
         packed = super().pack(tensor)
-        if self._running is not None and self._running.call is not None and self._running.call.inner > inner:
+        if call is not None and call.inner > inner:
             self._pending.append(tensor)
         return packed
 
@@ -191,10 +189,6 @@ class _RecordingTape(Tape):
             # Keys from 0 are results. Inner tensors have the keys -1, -2, ... and are listed in `inner`.
             self._calls[number].saved = {key for key in call.wanted if key >= 0}
         return Trace(self._calls, self._memory, self._compressible)
-
-    @staticmethod
-    def _is_input(memory: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return any(memory is not None and memory_of(source) == memory for source in tensors_in(args, kwargs))
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -23,23 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, simulate
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
+from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, flash_attention, identity_of
 
 NOTABLE = 0.03  # of a step: what measurements of blocks can tell apart
-
-
-class Sample(NamedTuple):
-    """A batch: arguments of the model and the loss of its output, or None as for :func:`hvd_ckpt.plan`."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Callable[[Any], Tensor] | None
 
 
 class Passes(NamedTuple):
@@ -81,8 +74,7 @@ class Computation:
     @functools.cached_property
     def kept(self) -> Solution:
         """The schedule without recomputation."""
-        items = tuple(Run(block, 0) for block in range(len(self.chain)))
-        return Solution(items, *simulate(self.chain, items))
+        return all_kept(self.chain)
 
     @property
     def smallest(self) -> int:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,22 +26,22 @@ from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.plan import PipelinePlan
+from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction import links
 from hvd_ckpt.prediction.computation import (
     Computation,
     Passes,
-    Sample,
     as_part,
     counted,
     measured,
 )
 from hvd_ckpt.prediction.links import NOTHING_SHARED, Sharing
 from hvd_ckpt.prediction.measured_memory import Update
-from hvd_ckpt.prediction.memory import Estimator, TrainingStep
+from hvd_ckpt.prediction.memory import Estimator
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import ModelSizes, Split, StepTime
-from hvd_ckpt.prediction.training_layout import Key, LayoutRow, TrainingLayout
+from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
+from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 from hvd_ckpt.processes import parts, watchdog
 from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes, of_first_process
 from hvd_ckpt.utils.text import STAGES
@@ -54,6 +54,9 @@ UPDATE = Update(0.0, 28 / 1e12)  # where nothing is measured: Adam reads and wri
 OFFLOADED_BYTES = 16  # of them that pass the bus if its state is in host memory
 BUS_BYTES_PER_SECOND = 12e9
 FILE_BYTES_PER_SECOND = 2e9  # of mapped files, whose pages a processor finds again in each step
+
+# What a computation depends on: parts of layers, samples, whether a head may be in chunks.
+_Key = tuple[int, int, bool]
 
 
 @dataclass
@@ -68,10 +71,12 @@ class Job:
         network: what connects them.
         sample: makes a batch of so many samples, where the model is.
         optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`.
-        compute: gives the computation of the model or of a part of it.
+        tflops: operations of a rank in TFLOP/s, where nothing is measured.
         update: seconds of the optimizer's step.
         sharing: what the ranks of a host share.
-        rank: this process's in a job that is measured, of which the first answers; None where nothing is measured.
+        rank: this process's in a job that is measured, of which the first answers; None where nothing is measured, and
+            operations and saved tensors are counted, which takes no time or memory.
+        say: called with a line of text for each measurement.
         inexact: the layouts are those that change results, in place of those that do not.
         refused: by number of parts, why layers cannot be split so.
     """
@@ -84,44 +89,25 @@ class Job:
     sample: Callable[[int], Sample]
     optimizer: str = "adamw"
     precision: str = "fp32"
-    compute: Callable[[nn.Module, Sample, Key], Computation] | None = None
+    tflops: float = TFLOPS
     update: Update = UPDATE
     sharing: Sharing = NOTHING_SHARED
     rank: int | None = None
+    say: Callable[[str], None] = lambda text: None
     inexact: bool = False
     refused: dict[int, str] = field(default_factory=dict)
     _parts: dict[int, tuple[nn.Module, Estimator]] = field(default_factory=dict)
-    _computations: dict[Key, Computation] = field(default_factory=dict)
+    _computations: dict[_Key, Computation] = field(default_factory=dict)
 
-    def counted(self, tflops: float = TFLOPS) -> Job:
-        """The job with its computation counted in operations, of which a rank does so many TFLOP/s. Takes no time or memory."""
-        return dataclasses.replace(
-            self, compute=lambda model, sample, key: counted(model, sample, tflops * 1e12)
-        )
-
-    def measured(self, say: Callable[[str], None] = lambda text: None) -> Job:
+    def measured(self) -> Job:
         """The job with the ranks, links and computation of this one, which are measured. Collective."""
-        say("measuring links")
-        network, sharing = links.measure(), links.sharing()
-        autocast = AUTOCAST.get(self.precision)
-
-        def compute(model: nn.Module, sample: Sample, key: Key) -> Computation:
-            what = f"{key.samples} samples{f', {key.tensor} parts' if key.tensor > 1 else ''}"
-            return measured(
-                model,
-                sample,
-                lambda text: say(f"{what}: {text}"),
-                autocast=autocast,
-                chunk_head=key.chunk_head,
-            )
-
+        self.say("measuring links")
         return dataclasses.replace(
             self,
-            ranks=hvd.size(),
-            network=network,
-            compute=compute,
+            network=links.measure(),
+            sharing=links.sharing(),
             update=Update.measure(self.optimizer, next(self.model.parameters()).device),
-            sharing=sharing,
+            ranks=hvd.size(),
             rank=hvd.rank(),
         )
 
@@ -132,54 +118,66 @@ class Job:
         Raises:
             ValueError: the model has no blocks.
         """
-        wanted = dict.fromkeys(layout.key(self.batch) for layout in self.layouts())
+        wanted = dict.fromkeys(map(self._key, self.layouts()))
         missing = [key for key in wanted if key not in self._computations]
         if self.rank is None:
             self._compute(missing)
             return self._sorted()
         rows: list[LayoutRow] = []
         with watchdog.unlimited():
-            self._share(missing)
+            # Each rank that works alone measures some; the others would only take its processors.
+            ranks = of_all_processes(links.works_alone(), "hvd_ckpt.layouts.ranks")
+            working = [rank for rank, works in enumerate(ranks) if works]
+            own = missing[working.index(self.rank) :: len(working)] if self.rank in working else []
+            with errors_on_all("hvd_ckpt.layouts.computed"):
+                self._compute(own)
+            found = {key: self._computations[key] for key in own if key in self._computations}
+            for computations, refused in of_all_processes((found, self.refused), "hvd_ckpt.layouts.found"):
+                self._computations |= computations
+                self.refused |= refused
             with errors_on_all("hvd_ckpt.layouts.sorted"):
-                if self.rank == 0:  # the others would only take its processors
+                if self.rank == 0:
                     rows = self._sorted()
             rows[:] = of_first_process(rows, "hvd_ckpt.layouts")
         return rows
 
-    def _share(self, missing: Sequence[Key]) -> None:
-        """Computations from all ranks that work alone, each of which has others to measure."""
-        ranks = of_all_processes(links.works_alone(), "hvd_ckpt.layouts.ranks")
-        working = [rank for rank, works in enumerate(ranks) if works]
-        own = missing[working.index(self.rank) :: len(working)] if self.rank in working else []
-        with errors_on_all("hvd_ckpt.layouts.computed"):
-            self._compute(own)
-        found = {key: self._computations[key] for key in own if key in self._computations}
-        for computations, refused in of_all_processes((found, self.refused), "hvd_ckpt.layouts.found"):
-            self._computations |= computations
-            self.refused |= refused
+    def _key(self, layout: TrainingLayout) -> _Key:
+        return layout.tensor, layout.samples(self.batch), layout.chunk_head
 
-    def _compute(self, keys: Iterable[Key]) -> None:
-        assert self.compute is not None
+    def _compute(self, keys: Sequence[_Key]) -> None:
         # Ctrl-C ends the search, and what is known is the answer.
         with contextlib.suppress(KeyboardInterrupt):
             for key in keys:
-                if key.tensor in self.refused:
+                tensor = key[0]
+                if tensor in self.refused:
                     continue
                 try:
-                    part, _ = self._part(key.tensor)
-                    with parts.alone(key.tensor) if key.tensor > 1 else contextlib.nullcontext():
-                        self._computations[key] = self.compute(part, self.sample(key.samples), key)
+                    with parts.alone(tensor) if tensor > 1 else contextlib.nullcontext():
+                        self._computations[key] = self._computed(*key)
                 except ValueError as error:
-                    if key.tensor == 1:
+                    if tensor == 1:
                         raise
-                    self.refused[key.tensor] = str(error)
+                    self.refused[tensor] = str(error)
+
+    def _computed(self, tensor: int, samples: int, chunk_head: bool) -> Computation:
+        part, sample = self._part(tensor)[0], self.sample(samples)
+        if self.rank is None:
+            return counted(part, sample, self.tflops * 1e12)
+        what = f"{samples} samples{f', {tensor} parts' if tensor > 1 else ''}"
+        autocast = AUTOCAST.get(self.precision)
+        return measured(
+            part,
+            sample,
+            lambda text: self.say(f"{what}: {text}"),
+            autocast=autocast,
+            chunk_head=chunk_head,
+        )
 
     def _part(self, tensor: int) -> tuple[nn.Module, Estimator]:
         """The model, or the first of so many parts of each of its layers, with estimates of its memory."""
         if tensor not in self._parts:
-            step = TrainingStep(optimizer=self.optimizer, precision=self.precision)
             with as_part(self.model, tensor) as part:
-                self._parts[tensor] = part, Estimator(part, step)
+                self._parts[tensor] = part, Estimator(part, self.optimizer, self.precision)
         return self._parts[tensor]
 
     def _sorted(self) -> list[LayoutRow]:
@@ -225,7 +223,7 @@ class Job:
         return max(users.values(), default=0) > 1
 
     def _row(self, layout: TrainingLayout) -> LayoutRow | None:
-        computation = self._computations.get(layout.key(self.batch))
+        computation = self._computations.get(self._key(layout))
         if computation is None:
             return None
         part, estimator = self._part(layout.tensor)
@@ -233,14 +231,12 @@ class Job:
         slots = _slots(layout, computation, part)
 
         def estimate(activations: int = 0) -> MemoryEstimate:
-            activations += slots
-            ranks = layout.replicas if local is None else local.group
             found = estimator.estimate(
-                ranks,
+                layout.replicas if local is None else local.group,
                 layout.shard,
                 layout.offload,
                 layout.wire,
-                activations=activations,
+                activations=activations + slots,
                 micro_batches=layout.micro_batches,
             )
             if local is None:
@@ -250,35 +246,33 @@ class Job:
         if layout.stages > 1:
             if not computation.in_chain or layout.stages > len(computation.names):
                 return None
-            return self._in_stages(layout, computation, part, estimate())
+            return self._in_stages(layout, computation, part, estimate(), slots)
         beside = estimate(self.memory).peak - self.memory
         budget = self.memory - beside
         passes = computation.passes(budget) if estimate().peak <= self.memory else None
-        first = slots + self._first_call(layout, part)
-        if passes is None or first > self.memory:
-            smallest = computation.smallest
-            needed = estimate(smallest)
+        # A model is whole before it is split, and its weights stay until the parts were compared with it. The
+        # comparison itself takes memory only where that is free.
+        start = nbytes_of(part) + nbytes_of(self.model) if layout.tensor > 1 else 0
+        if passes is None or start > self.memory:
+            needed = estimate(computation.smallest)
+            unrecorded = needed.unrecorded + slots
             return LayoutRow(
-                layout, False, max(needed.peak, first), smallest, unrecorded=needed.unrecorded + slots
+                layout, False, max(needed.peak, start), computation.smallest, unrecorded=unrecorded
             )
         found = estimate(passes.peak)
         unrecorded = found.unrecorded + slots
-        return self._timed(layout, computation, max(found.peak, first), unrecorded, budget, passes)
-
-    def _first_call(self, layout: TrainingLayout, part: nn.Module) -> int:
-        """Bytes of the first call of a model in parts, which is compared with a call of the whole model."""
-        whole = self._computations.get(layout.key(self.batch)._replace(tensor=1))
-        if layout.tensor == 1 or whole is None:
-            return 0
-        parameters = (*part.parameters(), *self.model.parameters())
-        return 2 * sum(parameter.nbytes for parameter in parameters) + whole.kept.peak  # with gradients
+        return self._timed(layout, computation, max(found.peak, start), unrecorded, budget, passes)
 
     def _in_stages(
-        self, layout: TrainingLayout, computation: Computation, part: nn.Module, states: MemoryEstimate
+        self,
+        layout: TrainingLayout,
+        computation: Computation,
+        part: nn.Module,
+        states: MemoryEstimate,
+        slots: int,
     ) -> LayoutRow:
-        whole = sum(parameter.nbytes for parameter in part.parameters())
-        staged = StageLayout(layout.stages, layout.micro_batches, param_scale=states.model_state / whole)
-        slots = _slots(layout, computation, part)
+        scale = states.model_state / nbytes_of(part)
+        staged = StageLayout(layout.stages, layout.micro_batches, param_scale=scale)
         beside = states.buckets // layout.stages + slots
         budget = self.memory - beside
         smallest, pipeline = computation.stages(part, staged, budget)
@@ -313,9 +307,8 @@ class Job:
             blocks=computation.blocks(self.model),
             cuts=None if pipeline is None else (passes.forward, passes.backward),
         )
-        split = Split(layout.ranks, layout.stages, layout.tensor, count, layout.every or 1, wire=layout.wire)
-        step = sizes.step("local" if layout.every else layout.shard, split, self.network)
-        steps = split.every
+        step = sizes.step("local" if layout.every else layout.shard, layout, self.network)
+        steps = layout.every or 1
         seconds = self._beside_each_other(step, pipeline is not None)
         recomputing = passes.recomputing * count * steps / step.seconds
         return LayoutRow(
@@ -405,11 +398,15 @@ def layouts(
         sample,
         optimizer,
         precision,
+        tflops,
         inexact=inexact,
     )
-    if ranks is not None:
-        return given.counted(tflops).rows()
-    return given.measured().rows()
+    return (given.measured() if ranks is None else given).rows()
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Bytes of its parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _slots(layout: TrainingLayout, computation: Computation, part: nn.Module) -> int:

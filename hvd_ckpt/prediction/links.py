@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -53,16 +54,11 @@ class MeasuredNetwork(Network):
         return cost._replace(seconds=start * empty / base + rate / each * (cost.seconds - empty))
 
     def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> Cost:
-        def formula(size: float, count: int) -> Cost:
-            return Network.ring(self, size, count, rounds)
-
-        return self._corrected("allreduce" if rounds == 2 else "all_gather", formula, nbytes, ranks)
+        name, formula = ("allreduce" if rounds == 2 else "all_gather"), partial(super().ring, rounds=rounds)
+        return self._corrected(name, formula, nbytes, ranks)
 
     def scatter(self, nbytes: float, ranks: int) -> Cost:
-        def formula(size: float, count: int) -> Cost:
-            return Network.scatter(self, size, count)
-
-        return self._corrected("scatter", formula, nbytes, ranks)
+        return self._corrected("scatter", super().scatter, nbytes, ranks)
 
     def agreement(self, ranks: int) -> Cost:
         own = super().agreement(self.ranks).seconds
@@ -141,7 +137,7 @@ def sharing() -> Sharing:
             torch.mm(values[: 1 << 16].view(256, 256), values[: 1 << 16].view(256, 256))
 
     def sent(beside: Callable[[], None] = lambda: None) -> None:
-        handle = _allreduce(SIZES[-1], name)
+        handle = _STARTS["allreduce"](SIZES[-1], name)
         beside()
         wait(handle, name)
 
@@ -168,36 +164,25 @@ def sharing() -> Sharing:
 def _message(grid: Grid, distance: int) -> tuple[float, float]:
     """Seconds of an empty message and of each byte, where each process sends to the one so far ahead and all do at a time."""
     after, before = ((grid.number + step) % grid.size for step in (distance, -distance))
-    link: Any = grid.link
 
     def exchange(nbytes: int) -> None:
         memory = torch.zeros(nbytes, dtype=torch.uint8)
-        requests = [
-            (request, before) for request in link.receive(torch.empty_like(memory), before, FIRST_TAG)
-        ]
-        requests += [(request, after) for request in link.send(memory, after, FIRST_TAG)]
-        for request, other in requests:
-            link.wait(request, "a message that is timed", other)
+        grid.exchange({after: memory}, {before: torch.empty_like(memory)}, FIRST_TAG)
 
     return _line(exchange)
 
 
-def _allreduce(nbytes: int, name: str) -> int:
-    handle: int = mpi_ops.allreduce_async_(torch.zeros(nbytes // 4), op=mpi_ops.Sum, name=name)
-    return handle
+def _floats(nbytes: int) -> torch.Tensor:
+    """As many as can be divided among all ranks."""
+    return torch.zeros(nbytes // 4 // hvd.size() * hvd.size())
 
 
-def _scatter(nbytes: int, name: str) -> int:
-    handle: int = mpi_ops.alltoall_async(torch.zeros(nbytes // 4 // hvd.size() * hvd.size()), name=name)
-    return handle
-
-
-def _all_gather(nbytes: int, name: str) -> int:
-    handle: int = mpi_ops.allgather_async(torch.zeros(nbytes // 4 // hvd.size()), name=name)
-    return handle
-
-
-_STARTS = {"allreduce": _allreduce, "scatter": _scatter, "all_gather": _all_gather}
+# How each collective starts, of which each rank sends or gets so many bytes in all.
+_STARTS: dict[str, Callable[[int, str], int]] = {
+    "allreduce": lambda nbytes, name: mpi_ops.allreduce_async_(_floats(nbytes), op=mpi_ops.Sum, name=name),
+    "scatter": lambda nbytes, name: mpi_ops.alltoall_async(_floats(nbytes), name=name),
+    "all_gather": lambda nbytes, name: mpi_ops.allgather_async(_floats(nbytes // hvd.size()), name=name),
+}
 
 
 def _fitted(start: Callable[[int, str], int], barrier: float) -> tuple[float, float]:

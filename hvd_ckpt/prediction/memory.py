@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.planning.plan import Plan, applied
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.prediction.computation import as_part
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
@@ -38,8 +38,6 @@ from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.unmaterialized import is_absent
-
-__all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 
@@ -114,58 +112,23 @@ def estimate_memory(
     })  # fmt: skip
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
-    step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, how.units, device)
-    if tensor > 1:
-        with as_part(model, tensor) as first_part:
-            return Estimator(first_part, step).estimate(np, *splits, within)
-    estimator = Estimator(model, step)
+    with as_part(model, tensor) as first_part:
+        estimator = Estimator(
+            first_part,
+            optimizer,
+            precision,
+            plan=plan,
+            sample=sample,
+            kwargs=kwargs,
+            loss=loss,
+            bucket_cap_mb=bucket_cap_mb,
+            units=how.units,
+            device=device,
+        )
     if averages is None:
         return estimator.estimate(np, *splits, within)
     within_group = estimator.estimate(averages.group, *splits)
     return averages.added_to(within_group, estimator.parameters.values(), estimator.place)
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """A step of one rank, for any model and number of ranks; arguments as of :func:`estimate_memory`.
-
-    Raises:
-        ValueError: the precision or the size of a bucket is invalid.
-    """
-
-    plan: Plan | None = None
-    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw"
-    precision: str = "fp32"
-    sample: Any = None
-    kwargs: Mapping[str, Any] | None = None
-    loss: Callable[[Any], Tensor] | None = None
-    bucket_cap_mb: float = 25.0
-    units: Sequence[Any] | None = None
-    device: torch.device | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
-        if not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of parameters and inputs; None for their own."""
-        return torch.bfloat16 if self.precision == "bf16-params" else None
-
-    def planned(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the plan."""
-        return contextlib.nullcontext() if self.plan is None else applied(model, self.plan)
-
-    def stretches(self, model: nn.Module, device: torch.device) -> list[Stretch]:
-        """Measures the step on a device, where the model is."""
-        arguments = (
-            self.sample if isinstance(self.sample, tuple) else (self.sample,),
-            dict(self.kwargs or {}),
-        )
-        args, kwargs = map_tensors(lambda tensor: _moved(tensor, device, self.dtype), Tensor, arguments)
-        return measure_step(Step(model, args, kwargs, self.loss, AUTOCAST.get(self.precision)))
 
 
 @dataclass
@@ -189,36 +152,63 @@ class _Moment:
 
 
 class Estimator:
-    """Estimates for one model and step; what has to be measured is measured once.
+    """Estimates of a step of one rank for any number of ranks; what has to be measured is measured once.
+
+    Takes arguments of :func:`estimate_memory`.
 
     Attributes:
         parameters: by name, on the meta device.
         place: where the optimizer is tried out.
+
+    Raises:
+        ValueError: the precision or the size of a bucket is invalid, or the model or the optimizer is not one to train.
     """
 
-    def __init__(self, model: nn.Module, step: TrainingStep) -> None:
-        _check_model(model, step.sample)
-        self._optimizer = make_optimizer(step.optimizer, model)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw",
+        precision: str = "fp32",
+        *,
+        plan: Plan | None = None,
+        sample: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        bucket_cap_mb: float = 25.0,
+        units: Sequence[Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
+        _check_model(model, sample)
+        self._optimizer = make_optimizer(optimizer, model)
         self._measured: dict[torch.dtype, OptimizerMemory] = {}
-        self._cap_bytes = step.bucket_cap_mb * MEBIBYTE
+        self._cap_bytes = bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
-        place = own if step.device is None else torch.device(step.device)
-        with step.planned(model):
+        place = own if device is None else torch.device(device)
+        dtype = (
+            torch.bfloat16 if precision == "bf16-params" else None
+        )  # of parameters and inputs; else their own
+        with contextlib.nullcontext() if plan is None else applied(model, plan):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             self._units = [
-                [names[id(parameter)] for parameter in unit.parameters]
-                for unit in find_units(model, step.units)
+                [names[id(parameter)] for parameter in unit.parameters] for unit in find_units(model, units)
             ]
-            if step.dtype is not None or place != own:
-                model = copy.deepcopy(model).to(device=place, dtype=step.dtype)
+            if dtype is not None or place != own:
+                model = copy.deepcopy(model).to(device=place, dtype=dtype)
             self.parameters = {
                 name: torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
                 for name, parameter in model.named_parameters()
             }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
-            self._has_sample = step.sample is not None
+            self._has_sample = sample is not None
             if self._has_sample:
-                self._stretches = step.stretches(model, place)
+                arguments = sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {})
+                args, own_kwargs = map_tensors(lambda tensor: _moved(tensor, place, dtype), Tensor, arguments)
+                own_sample = Sample(args, own_kwargs, loss)
+                self._stretches = measure_step(Step(model, own_sample, AUTOCAST.get(precision)))
             else:
                 trained = sum(
                     parameter.nbytes for parameter in self.parameters.values() if parameter.requires_grad

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.parallel.local_sgd.schedule import Schedule
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory
 from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.layout import RUN_BYTES
@@ -145,16 +146,12 @@ class LocalMemory:
                 raise ValueError(unknown("argument of local", name, sorted(DEFAULTS)))
         given = {**DEFAULTS, **options}
         every, fragments, delay, group = (given[name] for name in ("every", "fragments", "delay", "within"))
-        for name, value, low, high in (
-            ("every", every, 1, 2**62),
-            ("fragments", fragments, 1, every),
-            ("delay", delay, 0, every),
-            ("within", group, 1, ranks),
-        ):
-            if type(value) is not int or not low <= value <= high:
-                raise ValueError(f"local: {name} must be a whole number from {low} to {high}, not {value!r}")
-        if ranks % group:
-            raise ValueError(f"local: within={group} does not divide np={ranks}")
+        try:
+            Schedule(every, fragments, delay)
+        except ValueError as error:
+            raise ValueError(f"local: {error}") from None
+        if type(group) is not int or group < 1 or ranks % group:
+            raise ValueError(f"local: within={group!r} does not divide np={ranks}")
         self.group: int = group
         self._ranks, self._fragments = ranks, fragments
         self._outer, self._wire = given["outer"], wire_format(given["wire"])

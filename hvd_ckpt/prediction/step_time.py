@@ -24,6 +24,7 @@ from torch import nn
 
 from hvd_ckpt.parallel.pipeline.schedule import Schedule, make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
@@ -57,38 +58,6 @@ BASELINES = ("ddp", "fsdp2", "ring")
 NUMBER = 8  # bytes of a number of each rank
 
 
-@dataclass(frozen=True)
-class Split:
-    """How ranks train together, beside the way.
-
-    Attributes:
-        ranks: of the job.
-        stages, parts: pipeline stages and parts of each layer, in their ways.
-        micro_batches: of a step, one after the other.
-        every: steps between two averages of local SGD.
-        cap: bytes of a bucket.
-        wire: format of sharded gradients and parameters, as for :func:`hvd_ckpt.DistributedOptimizer`.
-    """
-
-    ranks: int
-    stages: int = 1
-    parts: int = 1
-    micro_batches: int = 1
-    every: int = 50
-    cap: float = 25 * MEBIBYTE
-    wire: str = "fp32"
-
-    def sent(self, nbytes: int, gradients: bool = False) -> int:
-        """Bytes on the wire of so many bytes of parameters or gradients in shards."""
-        shares = [each.bytes_per_element / FP32.bytes_per_element for each in wire_formats(self.wire)]
-        return round(nbytes * shares[0 if gradients else 1])
-
-    @property
-    def replicas(self) -> int:
-        """Replicas of each stage and part."""
-        return self.ranks // (self.stages * self.parts)
-
-
 class StepTime:
     """A step of one rank: computation, collectives that run beside it, and waits for these.
 
@@ -104,9 +73,9 @@ class StepTime:
         operations: kind and bytes of each collective or message, in the order of launches.
     """
 
-    def __init__(self, network: Network, split: Split, cycles: bool = True) -> None:
-        self._ranks, self._split = split.replicas, split
-        self._network, self._links = network.every(split.parts), network
+    def __init__(self, network: Network, layout: TrainingLayout, cycles: bool = True) -> None:
+        self._ranks, self._layout = layout.replicas, layout
+        self._network, self._links = network.every(layout.tensor), network
         self.now = self.computing = self.communicating = self.sent = self.messages = self.bubble = 0.0
         self.operations: list[tuple[Kind, int]] = []
         self.cycles = cycles
@@ -168,9 +137,9 @@ class StepTime:
     def _cost(self, kind: Kind, nbytes: int) -> Cost:
         network, ranks = self._network, self._ranks
         if kind == "message":
-            return self._links.stage_message(nbytes, self._split.ranks, self._split.stages)
+            return self._links.stage_message(nbytes, self._layout.ranks, self._layout.stages)
         if kind == "exchange":
-            return self._links.exchange(nbytes, self._split.parts)
+            return self._links.exchange(nbytes, self._layout.tensor)
         if kind == "allreduce":
             return network.allreduce(nbytes, ranks) if self.cycles else network.ring(nbytes, ranks, 2)
         if kind in ("all_gather", "ring_scatter"):
@@ -189,6 +158,7 @@ class ModelSizes:
         activation: bytes of what a block hands to the next one, in a step.
         blocks: by default the children of the model. Parameters in none of them count as the last block's.
         cuts: seconds of each stage's forward and backward pass of one micro-batch; by default those of equal stages.
+        cap: bytes of a bucket.
     """
 
     model: nn.Module
@@ -197,6 +167,7 @@ class ModelSizes:
     activation: int = 0
     blocks: Sequence[nn.Module] | None = None
     cuts: tuple[Sequence[float], Sequence[float]] | None = None
+    cap: float = 25 * MEBIBYTE
     _named: list[tuple[str, Any]] = field(init=False)
     _block_of: dict[int, int] = field(init=False)
     _users: Counter[int] = field(init=False)
@@ -219,43 +190,43 @@ class ModelSizes:
         """Bytes of all parameters."""
         return sum(parameter.nbytes for _, parameter in self._named)
 
-    def step(self, way: str, split: Split, network: Network) -> StepTime:
+    def step(self, way: str, layout: TrainingLayout, network: Network) -> StepTime:
         """A step in one of :data:`WAYS`; of local SGD, all steps from one average to the next."""
-        step = StepTime(network, split, cycles=way not in BASELINES)
+        step = StepTime(network, layout, cycles=way not in BASELINES)
         if way == "local":
-            self._averages(step, split)
-        elif split.stages > 1:
-            self._stages(step, way, split)
+            self._averages(step, layout)
+        elif layout.stages > 1:
+            self._stages(step, way, layout)
         else:
-            for number in range(split.micro_batches):
-                self._micro_batch(step, way, split, last=number == split.micro_batches - 1)
+            for number in range(layout.micro_batches):
+                self._micro_batch(step, way, layout, last=number == layout.micro_batches - 1)
         if way in ("optimizer", "gradients", "ring"):
-            self._gather_weights(step, split)
+            self._gather_weights(step, layout)
         return step
 
-    def _micro_batch(self, step: StepTime, way: str, split: Split, last: bool) -> None:
+    def _micro_batch(self, step: StepTime, way: str, layout: TrainingLayout, last: bool) -> None:
         forward, backward = (
-            [each / split.parts / split.micro_batches for each in seconds]
+            [each / layout.tensor / layout.micro_batches for each in seconds]
             for seconds in (self.forward, self.backward)
         )
-        if split.parts > 1:
-            self._exchanges(step, split)
+        if layout.tensor > 1:
+            self._exchanges(step, layout)
         kind: Kind = "ring_scatter" if way in ("fsdp2", "ring") else "scatter"
         if way in ("parameters", "fsdp2"):
-            self._sharded_parameters(step, split, kind, forward, backward)
+            self._sharded_parameters(step, layout, kind, forward, backward)
             return
         for seconds in forward:
             step.compute(seconds)
         if way in ("gradients", "ring"):
-            self._scattered(step, split, kind, backward)
+            self._scattered(step, layout, kind, backward)
         elif last:
-            self._reduced(step, split, backward, kind if way == "replicas" else "allreduce")
+            self._reduced(step, layout, backward, kind if way == "replicas" else "allreduce")
         else:
             step.compute(sum(backward))
 
-    def _buckets(self, split: Split) -> list[tuple[int, int]]:
+    def _buckets(self, layout: TrainingLayout) -> list[tuple[int, int]]:
         """Bytes of each bucket of a process, and the block whose backward pass completes it."""
-        divisor = split.parts * split.stages
+        divisor = layout.tensor * layout.stages
         parameters = [parameter for _, parameter in self._named]
         block_of = {index: self._block_of[id(parameter)] for index, parameter in enumerate(parameters)}
         # Within a block a parameter that another one shares is the last to be final.
@@ -264,23 +235,23 @@ class ModelSizes:
         )
         return [
             (bucket.nbytes // divisor, min(self._block_of[id(entry.parameter)] for entry in bucket.entries))
-            for bucket in lay_out(order, parameters, split.cap * divisor)
+            for bucket in lay_out(order, parameters, self.cap * divisor)
         ]
 
-    def _reduced(self, step: StepTime, split: Split, backward: Sequence[float], kind: Kind) -> None:
+    def _reduced(self, step: StepTime, layout: TrainingLayout, backward: Sequence[float], kind: Kind) -> None:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
-        *buckets, last = self._buckets(split)
+        *buckets, last = self._buckets(layout)
         flags = self._flag_bytes if step.cycles else 0
         ends: list[float] = []
         again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
 
         def send(nbytes: int) -> None:
             # What travels of replicas is drawn in sharding/tree.py.
-            if kind == "scatter" and nbytes * split.ranks <= TREE_SMALL_BYTES and split.ranks > 2:
-                ends.append(step.launch("all_gather", nbytes * split.ranks))
+            if kind == "scatter" and nbytes * layout.ranks <= TREE_SMALL_BYTES and layout.ranks > 2:
+                ends.append(step.launch("all_gather", nbytes * layout.ranks))
             else:
-                ends.append(step.launch("allreduce" if split.ranks == 2 else kind, nbytes))
-                if kind == "scatter" and split.ranks > 2:
+                ends.append(step.launch("allreduce" if layout.ranks == 2 else kind, nbytes))
+                if kind == "scatter" and layout.ranks > 2:
                     again.append((ends[-1], nbytes))
 
         for block in reversed(range(len(backward))):
@@ -292,32 +263,34 @@ class ModelSizes:
         send(last[0] + flags)
         step.wait(*ends, *(step.launch("all_gather", nbytes, after=end) for end, nbytes in again))
 
-    def _gather_weights(self, step: StepTime, split: Split) -> None:
+    def _gather_weights(self, step: StepTime, layout: TrainingLayout) -> None:
         gathers = _InFlight(step, "all_gather")
-        for nbytes, _ in self._groups(split):
-            gathers.add(split.sent(nbytes))
+        for nbytes, _ in self._groups(layout):
+            gathers.add(_sent(layout, nbytes))
         gathers.wait()
 
-    def _groups(self, split: Split) -> list[tuple[int, int]]:
+    def _groups(self, layout: TrainingLayout) -> list[tuple[int, int]]:
         """Bytes of each group of shards of a process, and the block whose backward pass completes it."""
-        layout, divisor = Layout(split.replicas), split.parts * split.stages
-        groups = layout.add(list(reversed(self._named)), split.cap * divisor)
+        shards, divisor = Layout(layout.replicas), layout.tensor * layout.stages
+        groups = shards.add(list(reversed(self._named)), self.cap * divisor)
         return [
             (
                 group.padded_bytes // divisor,
-                min(self._block_of[id(parameter)] for parameter in layout.parameters_of([group])),
+                min(self._block_of[id(parameter)] for parameter in shards.parameters_of([group])),
             )
             for group in groups
         ]
 
-    def _scattered(self, step: StepTime, split: Split, kind: Kind, backward: Sequence[float]) -> None:
+    def _scattered(
+        self, step: StepTime, layout: TrainingLayout, kind: Kind, backward: Sequence[float]
+    ) -> None:
         """A backward pass of which each rank keeps its shard of the gradients."""
-        groups, launched = self._groups(split), _InFlight(step, kind)
+        groups, launched = self._groups(layout), _InFlight(step, kind)
         left = 0
         for block in reversed(range(len(backward))):
             step.compute(backward[block])
             while left < len(groups) and groups[left][1] >= block:
-                launched.add(split.sent(groups[left][0], gradients=True))
+                launched.add(_sent(layout, groups[left][0], gradients=True))
                 left += 1
         self._shard_flags(step)
         launched.wait()
@@ -331,17 +304,22 @@ class ModelSizes:
             step.wait(step.launch("allreduce", self._flag_bytes))
 
     def _sharded_parameters(
-        self, step: StepTime, split: Split, kind: Kind, forward: Sequence[float], backward: Sequence[float]
+        self,
+        step: StepTime,
+        layout: TrainingLayout,
+        kind: Kind,
+        forward: Sequence[float],
+        backward: Sequence[float],
     ) -> None:
         """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
-        layout = Layout(split.replicas)
+        shards = Layout(layout.replicas)
         found = find_units(self.model)
         *units, root = [
             sum(
                 group.padded_bytes
-                for group in layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])
+                for group in shards.add([(str(id(parameter)), parameter) for parameter in unit.parameters])
             )
-            // split.parts
+            // layout.tensor
             for unit in found
         ]
         launched = _InFlight(step, kind)
@@ -356,36 +334,36 @@ class ModelSizes:
             return seconds
 
         def through(order: Sequence[int], seconds: Sequence[float], after: Callable[[int], None]) -> None:
-            gathered = step.launch("all_gather", split.sent(units[order[0]]))
+            gathered = step.launch("all_gather", _sent(layout, units[order[0]]))
             for place, unit in enumerate(order):
                 step.wait(gathered)
                 if place + 1 < len(order):
-                    gathered = step.launch("all_gather", split.sent(units[order[place + 1]]))
+                    gathered = step.launch("all_gather", _sent(layout, units[order[place + 1]]))
                 step.compute(seconds[unit])
                 after(unit)
 
-        step.wait(step.launch("all_gather", split.sent(root)))
+        step.wait(step.launch("all_gather", _sent(layout, root)))
         if units:
             numbers = range(len(units))
             through(numbers, seconds_of(forward), lambda unit: None)
             through(
                 numbers[::-1],
                 seconds_of(backward),
-                lambda unit: launched.add(split.sent(units[unit], gradients=True)),
+                lambda unit: launched.add(_sent(layout, units[unit], gradients=True)),
             )
         else:
             step.compute(sum(forward) + sum(backward))
-        launched.add(split.sent(root, gradients=True))
+        launched.add(_sent(layout, root, gradients=True))
         self._shard_flags(step)
         launched.wait()
 
-    def _averages(self, step: StepTime, split: Split) -> None:
-        for seconds in (*self.forward, *self.backward) * split.every:
+    def _averages(self, step: StepTime, layout: TrainingLayout) -> None:
+        for seconds in (*self.forward, *self.backward) * layout.every:
             step.compute(seconds)
-        numbers, gathers = NUMBER * split.ranks, list[float]()
+        numbers, gathers = NUMBER * layout.ranks, list[float]()
         step.wait(step.launch("all_gather", numbers))  # of samples, the weights of the mean
         # Rows to all, and the means of rows to all.
-        for group in Layout(split.ranks).add(list(reversed(self._named)), RUN_BYTES):
+        for group in Layout(layout.ranks).add(list(reversed(self._named)), RUN_BYTES):
             scattered = step.launch("alltoall", group.padded_bytes)
             # Two runs are under way at a time: one is added up while the one before is gathered.
             step.wait(*gathers[-2:-1], scattered)
@@ -394,40 +372,46 @@ class ModelSizes:
             *gathers[-2:], step.launch("all_gather", numbers)
         )  # the distances of the ranks from the mean
 
-    def _stages(self, step: StepTime, way: str, split: Split) -> None:
+    def _stages(self, step: StepTime, way: str, layout: TrainingLayout) -> None:
         """The stage that ends last, the first: what it computes and waits for, then a message for each other stage, twice."""
-        count = split.micro_batches
+        count = layout.micro_batches
         forward, backward = self.cuts or (
-            [sum(seconds) / split.stages / split.parts / count] * split.stages
+            [sum(seconds) / layout.stages / layout.tensor / count] * layout.stages
             for seconds in (self.forward, self.backward)
         )
-        spans = timeline(_schedule(split.stages, count), forward, backward)[0]
+        spans = timeline(_schedule(layout.stages, count), forward, backward)[0]
         *others, last = spans
         busy = sum(span.end - span.start for span in others)
         step.compute(busy)
         step.bubble = last.start - busy
         step.wait(last.start)
-        for _ in range(2 * (split.stages - 1)):
+        for _ in range(2 * (layout.stages - 1)):
             step.wait(step.launch("message", self.activation // count))
-        if split.parts > 1:
+        if layout.tensor > 1:
             for _ in range(count):
-                self._exchanges(step, split)
+                self._exchanges(step, layout)
         blocks = [(last.end - last.start) / self._blocks] * self._blocks
         if way in ("gradients", "parameters"):
-            self._scattered(step, split, "scatter", blocks)
+            self._scattered(step, layout, "scatter", blocks)
         else:
-            self._reduced(step, split, blocks, "allreduce")
+            self._reduced(step, layout, blocks, "allreduce")
         if way == "parameters":  # gathered for both passes of each micro-batch
             for _ in range(2 * count):
-                self._gather_weights(step, split)
+                self._gather_weights(step, layout)
 
-    def _exchanges(self, step: StepTime, split: Split) -> None:
+    def _exchanges(self, step: StepTime, layout: TrainingLayout) -> None:
         """Two sums among the parts of each layer in its forward pass, in its recomputation and in its backward pass."""
         # Two parts exchange all; more scatter and gather.
-        nbytes = self.activation // split.micro_batches
-        each, sums = (nbytes, 1) if split.parts == 2 else (nbytes // split.parts, 2)
-        for _ in range(6 * sums * self._blocks // split.stages):
+        nbytes = self.activation // layout.micro_batches
+        each, sums = (nbytes, 1) if layout.tensor == 2 else (nbytes // layout.tensor, 2)
+        for _ in range(6 * sums * self._blocks // layout.stages):
             step.wait(step.launch("exchange", each))
+
+
+def _sent(layout: TrainingLayout, nbytes: int, gradients: bool = False) -> int:
+    """Bytes on the wire of so many bytes of parameters or gradients in shards."""
+    shares = [each.bytes_per_element / FP32.bytes_per_element for each in wire_formats(layout.wire)]
+    return round(nbytes * shares[0 if gradients else 1])
 
 
 @functools.lru_cache(maxsize=1)

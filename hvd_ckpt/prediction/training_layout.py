@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hvd_ckpt.utils.text import show_bytes
-
-
-class Key(NamedTuple):
-    """What the computation of a layout depends on.
-
-    Attributes:
-        tensor: parts of each layer.
-        samples: of a micro-batch.
-        chunk_head: whether the head of a language model may be computed in chunks.
-    """
-
-    tensor: int
-    samples: int
-    chunk_head: bool
 
 
 @dataclass(frozen=True)
@@ -53,10 +38,6 @@ class TrainingLayout:
     def samples(self, batch: int) -> int:
         """Samples of a micro-batch."""
         return batch // (self.replicas * self.micro_batches)
-
-    def key(self, batch: int) -> Key:
-        """What its computation depends on."""
-        return Key(self.tensor, self.samples(batch), self.chunk_head)
 
     def __str__(self) -> str:
         words = [f"shard {self.shard}"] if self.shard != "none" else []

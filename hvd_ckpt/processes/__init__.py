@@ -14,6 +14,7 @@ runtime       init, shutdown and what Horovod needs set before it starts
 single_copy   messages within a host, where ranks cannot read each other's memory
 devices       the device of each process
 commands      commands that end with everything that they have started
+stopping      requests to stop: signals, and a file in the folder of a run
 watchdog      ranks that die or stand still, named
 uncaught      what an uncaught error prints: a traceback for each host, one line for each other rank
 probe         what a set-up can do, tried in a process of its own

@@ -42,9 +42,10 @@ SHARED_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True)
 class Request:
-    """A message: what a backend on the host waits with, or an event after it on a GPU, and the memory that it arrives in."""
+    """A message: what a backend on the host waits with, or an event after it on a GPU, and the memory that it arrives in; nothing
+    of an empty one, which is not sent."""
 
-    work: Any
+    work: Any = None
     event: Any = None
     received: Tensor | None = None
 
@@ -108,38 +109,35 @@ class DeviceLink:
                     self.exchange(rows, [row.clone() for row in rows])
                     continue
                 start = self.send if direction[0] == self._grid.number else self.receive
-                for request in start(rows[0], others[0]):
-                    self.wait(request, f"{self._grid.name(others[0])} to connect", others[0])
+                self.wait(start(rows[0], others[0]), f"{self._grid.name(others[0])} to connect", others[0])
 
     def memory_from(self, *source: int) -> AbstractContextManager[Any]:
         """A context in which memory for a message from this process is allocated, so that its receive waits for nothing else."""
         stream = self._streams.get((*source, self._grid.number))
         return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
-    def send(self, memory: Tensor, to: int, tag: int = 0) -> list[Request]:
+    def send(self, memory: Tensor, to: int, tag: int = 0) -> Request:
         """Starts to send bytes, which must stay as they are until :meth:`is_sent` or :meth:`wait`."""
         return self._start(
             "send", memory, (self._grid.number, to), f"{self._grid.name(to)} to take what was sent"
         )
 
-    def receive(self, memory: Tensor, source: int, tag: int = 0) -> list[Request]:
+    def receive(self, memory: Tensor, source: int, tag: int = 0) -> Request:
         """Starts to receive bytes into memory of :meth:`memory_from`."""
         return self._start(
             "recv", memory, (source, self._grid.number), f"values of {self._grid.name(source)}"
         )
 
-    def _start(
-        self, operation: str, memory: Tensor, direction: tuple[int, int], awaited: str
-    ) -> list[Request]:
+    def _start(self, operation: str, memory: Tensor, direction: tuple[int, int], awaited: str) -> Request:
         self._raise_failure()
         if not memory.numel():
-            return []
+            return Request()
         sends = operation == "send"
         other = direction[sends]
         launch = getattr(self._groups[direction], operation)
         with noticing_ends(self._grid.name(other)):
             if not memory.is_cuda:
-                return [Request(launch([memory], int(sends), 0))]
+                return Request(launch([memory], int(sends), 0))
             stream = self._streams[direction]
             if sends:
                 stream.wait_stream(torch.cuda.current_stream())  # which computes what is sent
@@ -148,11 +146,11 @@ class DeviceLink:
                 launch([memory], int(sends), 0).wait()
                 event = stream.record_event()
         self._launched.append(_Launched(event, awaited))
-        return [Request(None, event, None if sends else memory)]
+        return Request(None, event, None if sends else memory)
 
     def is_sent(self, request: Request) -> bool:
         """Whether it is known to be sent, without a wait."""
-        return request.event is not None and bool(request.event.query())
+        return request.work is None and (request.event is None or bool(request.event.query()))
 
     def wait(self, request: Request, awaited: str, other: int) -> None:
         """Has the current stream wait for a message; without a GPU, the host.
@@ -163,7 +161,8 @@ class DeviceLink:
         self._raise_failure()
         if request.event is None:
             with watchdog.waiting(awaited), noticing_ends(self._grid.name(other)):
-                request.work.wait()
+                if request.work is not None:
+                    request.work.wait()
             return
         stream = torch.cuda.current_stream()
         stream.wait_event(request.event)

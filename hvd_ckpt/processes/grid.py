@@ -14,9 +14,9 @@ import functools
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.processes.device_link import DeviceLink
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
-
-T = TypeVar("T")
 
 GATHER_TAG, FAILURE_TAG = 0, 1  # of messages; a pipeline's values have tags from FIRST_TAG
 FIRST_TAG = 2
@@ -112,22 +110,26 @@ class Grid:
         """
         chosen = range(self.tensor) if parts else [self.part]
         others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
-        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to send.
         rows = [values if other == self.number else torch.empty_like(values) for other in others]
-        requests = []
-        for other, row in zip(others, rows):
-            if other != self.number:
-                assert self.link is not None
-                memory = values.contiguous().view(torch.uint8)
-                requests += [
-                    (request, other)
-                    for request in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
-                ]
-                requests += [(request, other) for request in self.link.send(memory, other, GATHER_TAG)]
-        for request, other in requests:
-            assert self.link is not None
-            self.link.wait(request, f"values of {self.name(other)}", other)
+        received = {other: row.view(torch.uint8) for other, row in zip(others, rows) if other != self.number}
+        self.exchange(dict.fromkeys(received, values.contiguous().view(torch.uint8)), received, GATHER_TAG)
         return rows
+
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> None:
+        """Sends bytes to other processes, which receive as many from this one, by their numbers. Collective over them.
+
+        Raises:
+            StageFailed: another process has ended by an error.
+        """
+        if not received:
+            return
+        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to
+        # send. Receives come first: what arrives has its place then.
+        link: Any = self.link
+        requests = [(link.receive(memory, other, tag), other) for other, memory in received.items()]
+        requests += [(link.send(memory, other, tag), other) for other, memory in sent.items()]
+        for request, other in requests:
+            link.wait(request, f"values of {self.name(other)}", other)
 
     def on_any_stage(self, happened: bool) -> bool:
         """Whether something has happened on some stage or part of this replica. Collective over these."""
@@ -135,13 +137,6 @@ class Grid:
             return happened
         flag = torch.tensor([float(happened)], dtype=torch.float64)
         return any(bool(stage) for stage in self.gather(flag))
-
-    def of_last_stage(self, value: T) -> T:
-        """The picklable value of the last stage, such as the output of a model, on every stage. Collective like :meth:`gather`."""
-        if self.stages == 1:
-            return value
-        last: T = self.gather_objects(value)[-1]
-        return last
 
     def of_replica(self, value: Any) -> list[Any]:
         """The picklable values of all stages and parts of this replica, by process number; None for other processes. Collective

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import psutil
 
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.processes.launchers import look_up
 from hvd_ckpt.utils.text import ranks_text
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +27,7 @@ PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after o
 SSH_PORT = 22
 ADDRESSES_PER_HOST = 4
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
+SAME_START_SECONDS = 5.0  # between two readings of one time, as clocks are adjusted
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,36 @@ class Peer:
     host: str
     addresses: tuple[str, ...]
     pid: int
-    started: int
+    started: float
     table: str
 
     @classmethod
     def here(cls, rank: int) -> Peer:
-        pid = os.getpid()
-        process = look_up(pid)
         table = ""
         with contextlib.suppress(OSError):
             # Containers on one machine have process tables of their own, in which the same id is another process.
             table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        started = process.started if process else 0
-        return cls(rank, host_name(), own_addresses(), pid, started, table=table)
+        process = psutil.Process()
+        return cls(rank, host_name(), own_addresses(), process.pid, process.create_time(), table=table)
 
     def has_ended(self) -> bool:
         """Whether its process, which is in this machine's process table, has ended."""
-        process = look_up(self.pid)
-        # The kernel may have given the process id to another process since: the time of its start tells them apart.
-        return process is None or process.started != self.started or process.state in "ZX"
+        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    def _status(self) -> str | None:
+        try:
+            process = psutil.Process(self.pid)
+            # The kernel may have given the process id to another process since: the time of its start tells them apart.
+            same = abs(process.create_time() - self.started) < SAME_START_SECONDS
+            return process.status() if same else None
+        except psutil.NoSuchProcess:
+            return None
 
     def trouble(self) -> str:
         """The trouble of its process, which is in this machine's process table; an empty string without any."""
         if self.has_ended():
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
-        process = look_up(self.pid)
-        if process is not None and process.state in "Tt":
+        if self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return f"rank {self.rank} (process {self.pid} on host {self.host}) is stopped by a signal"
         return ""
 
@@ -89,9 +93,8 @@ def diagnose(peers: Sequence[Peer], own: Peer) -> str:
     troubles = [trouble for trouble in (peer.trouble() for peer in near) if trouble]
     if troubles:
         return f"{'; '.join(troubles)}: look at its output, then start again from the newest snapshot"
-    silent = silent_hosts(others, own)
-    if silent:
-        return describe_silent(silent, others)
+    if silent := lost(peers, own):
+        return silent
     answer = "all ranks are on this host" if len(near) == len(others) else "all hosts answer"
     return (
         f"{answer}, so a rank is stuck in other work or has gone: look at the other ranks' output, "
@@ -99,8 +102,12 @@ def diagnose(peers: Sequence[Peer], own: Peer) -> str:
     )
 
 
-def silent_hosts(others: Iterable[Peer], own: Peer) -> list[list[Peer]]:
-    """The ranks of each host that has addresses of its own, none of which answers."""
+def lost(peers: Iterable[Peer], own: Peer) -> str:
+    """Says which hosts do not answer, and what to do, as the end of a sentence; empty if all do. Takes up to ``PROBE_SECONDS``.
+
+    A host does not answer if it has addresses of its own, none of which does.
+    """
+    others = [peer for peer in peers if peer.rank != own.rank]
     hosts: dict[tuple[str, tuple[str, ...]], list[Peer]] = {}
     for peer in others:
         if peer.table != own.table or not peer.table:
@@ -113,16 +120,14 @@ def silent_hosts(others: Iterable[Peer], own: Peer) -> list[list[Peer]]:
     }
     to_probe = {key: addresses[:ADDRESSES_PER_HOST] for key, addresses in to_probe.items() if addresses}
     answering = answering_addresses({address for addresses in to_probe.values() for address in addresses})
-    return [hosts[key] for key, addresses in to_probe.items() if not answering & set(addresses)]
-
-
-def describe_silent(silent: Sequence[Sequence[Peer]], others: Sequence[Peer]) -> str:
-    """Says which hosts do not answer, and what to do, as the end of a sentence."""
+    silent = {key: hosts[key] for key, addresses in to_probe.items() if not answering & set(addresses)}
+    if not silent:
+        return ""
     names = [
-        f"host {peers[0].host} ({', '.join(peers[0].addresses)}; {ranks_text(peer.rank for peer in peers)})"
-        for peers in silent
+        f"host {host} ({', '.join(addresses)}; {ranks_text(peer.rank for peer in ranks)})"
+        for (host, addresses), ranks in silent.items()
     ]
-    alone = len(silent) > 1 and sum(map(len, silent)) == len(others)
+    alone = len(silent) > 1 and sum(map(len, silent.values())) == len(others)
     verb = "does" if len(silent) == 1 else "do"
     cause = (
         "no other host does, so this one may be cut off"

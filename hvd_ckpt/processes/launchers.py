@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+
+import psutil
 
 COUNTS = (
     "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
@@ -61,27 +63,6 @@ FOREIGN = {  # rank, size, and what nobody else sets
 }
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
-PROC = Path("/proc")
-
-
-class Process(NamedTuple):
-    """A line of the process table: state (``R``, ``S``, ``T`` for stopped, ``Z``, ...), parent, and start in clock ticks."""
-
-    state: str
-    parent: int
-    started: int
-
-
-def look_up(pid: int) -> Process | None:
-    """The process with this id, or None if it does not exist."""
-    try:
-        # The second field is the program's name in parentheses, which may
-        # hold spaces and parentheses. So fields count from the last one.
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    # In proc(5) these are the fields 3 (state), 4 (parent) and 22 (start, in ticks since the machine was started).
-    return Process(fields[0], int(fields[1]), int(fields[19]))
 
 
 def foreign_launcher() -> str | None:
@@ -122,8 +103,8 @@ def launched_size() -> int:
     return whole_in("HOROVOD_SIZE") or whole_in("OMPI_COMM_WORLD_SIZE") or 1
 
 
-def launcher_chain(rank: int) -> list[int]:
-    """Process ids from a rank's up to its launcher's; empty if there is no launcher above it.
+def launcher_chain(rank: int) -> list[psutil.Process]:
+    """The processes from a rank up to its launcher; empty if there is no launcher above it.
 
     The launcher is the first ancestor that is not part of the rank, whatever its name: ``mpirun``, ``orted``, ``slurmstepd``,
     ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
@@ -134,56 +115,33 @@ def launcher_chain(rank: int) -> list[int]:
     #     horovodrun --gloo    rank  (shell with HOROVOD_RANK=...)  (helper of Horovod's)  horovodrun
     #     horovodrun --mpi     rank  mpirun  the shell that horovodrun has become
     #     mpirun               rank  mpirun, or orted on another host
-    chain = [rank]
-    while (process := look_up(chain[-1])) is not None and process.parent > 1:
-        parent = process.parent
+    chain = [psutil.Process(rank)]
+    parents = [process for process in chain[0].parents() if process.pid > 1]
+    for parent, above in itertools.zip_longest(parents, parents[1:]):
         chain.append(parent)
         if _is_part_of_rank(parent):
             continue
         if _is_shell(_command(parent)):
             break
-        above = look_up(parent)
-        if above is not None and _is_shell_of_mpirun(_command(above.parent)):
-            chain.append(above.parent)
-        return chain
+        return [*chain, above] if above is not None and _is_shell_of_mpirun(_command(above)) else chain
     return []
 
 
-def launcher_terminal() -> str | None:
-    """The terminal on which the launcher of this process prints its errors; None if there is no launcher here, or it has none.
-
-    Launchers read what ranks print from pipes, and pass it on line by line; a line that is drawn again and again can only go to the
-    terminal itself.
-    """
-    chain = launcher_chain(os.getpid())
-    if not chain:
-        return None
-    try:
-        target = os.readlink(PROC / str(chain[-1]) / "fd" / "2")
-    except OSError:
-        return None
-    return target if target.startswith(("/dev/pts/", "/dev/tty")) else None
-
-
-def has_broken(chain: list[int]) -> bool:
+def has_broken(chain: list[psutil.Process]) -> bool:
     """Whether one of the processes has lost its parent, the next in the list."""
-    for child, parent in itertools.pairwise(chain):
-        process = look_up(child)
-        # An orphan has another parent from then on: init, or a process that collects orphans.
-        if process is None or process.parent != parent:
-            return True
-    return False
-
-
-def _is_part_of_rank(pid: int) -> bool:
-    """Whether a process was given the rank, gives it, as Horovod's shells do, or is Horovod's helper that starts such a shell."""
-    try:  # of another user's, as ssh's daemon may be, nothing can be read
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        variables = []
-    if any(variable.startswith(f"{name}=".encode()) for variable in variables for name in RANK_VARIABLES):
+    # An orphan has another parent from then on: init, or a process that collects orphans.
+    try:
+        return any(child.ppid() != parent.pid for child, parent in itertools.pairwise(chain))
+    except psutil.NoSuchProcess:
         return True
-    command = _command(pid)
+
+
+def _is_part_of_rank(process: psutil.Process) -> bool:
+    """Whether a process was given the rank, gives it, as Horovod's shells do, or is Horovod's helper that starts such a shell."""
+    with contextlib.suppress(psutil.Error):  # of another user's, as ssh's daemon may be, nothing can be read
+        if any(name in process.environ() for name in RANK_VARIABLES):
+            return True
+    command = _command(process)
     if _is_shell(command):
         return any(f"{name}=" in word for word in command for name in RANK_VARIABLES)
     return "--multiprocessing-fork" in command
@@ -200,12 +158,11 @@ def _is_shell_of_mpirun(command: list[str]) -> bool:
     )
 
 
-def _command(pid: int) -> list[str]:
-    """The words of a process's command line, and an empty one."""
-    try:
-        return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return [""]
+def _command(process: psutil.Process) -> list[str]:
+    """The words of a process's command line; one empty word where they cannot be read."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline() or [""]
+    return [""]
 
 
 def is_elastic() -> bool:

@@ -2,8 +2,8 @@
 
 - Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
 - Over Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links
-  are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the
-  launcher's rendezvous server.
+  are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through a store of
+  process 0, whose own address is in the launcher's rendezvous server.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import atexit
 import contextlib
 import itertools
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import quote
 
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousServer
@@ -29,7 +29,7 @@ from hvd_ckpt.processes.devices import message_backend
 from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
 from hvd_ckpt.processes.hosts import LOOPBACK, Peer
 from hvd_ckpt.processes.launchers import GLOO_ADDRESS, is_elastic, whole_in
-from hvd_ckpt.processes.near import Awaited, Listener, NearLink, PeerEnded
+from hvd_ckpt.processes.near import Listener, NearLink, PeerEnded
 from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
 from hvd_ckpt.utils.rules import ELASTIC, argument, refusal
 
@@ -44,7 +44,7 @@ GRACE_SECONDS = (
 LARGEST = 2**30  # bytes of one MPI message
 EAGER_TESTS = 200  # of an MPI request, before the process sleeps between two of them
 SLEEP_SECONDS = 50e-6
-NO_LIMIT = timedelta(days=1000)  # of a wait in Gloo: the watchdog has the limit
+NO_LIMIT = timedelta(days=1000)  # of a wait in Gloo or for a store: the watchdog has the limit
 
 
 class StageFailed(RuntimeError):
@@ -64,17 +64,17 @@ class MpiLink:
     def __init__(self, communicator: Any, name: Callable[[int], str]) -> None:
         self._communicator, self._name = communicator, name
 
-    def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
-        """Starts to send bytes; gives what :meth:`wait` takes."""
+    def send(self, memory: Tensor, to: int, tag: int) -> Any:
+        """Starts to send bytes; gives what :meth:`is_sent` and :meth:`wait` take."""
         return [self._communicator.Isend(part.numpy(), dest=to, tag=tag) for part in _parts(memory)]
 
-    def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
+    def receive(self, memory: Tensor, source: int, tag: int) -> Any:
         """Starts to receive bytes; gives what :meth:`wait` takes."""
         return [self._communicator.Irecv(part.numpy(), source=source, tag=tag) for part in _parts(memory)]
 
     def is_sent(self, request: Any) -> bool:
         """Whether it is known to be sent, without a wait."""
-        return bool(request.Test())
+        return all(part.Test() for part in request)
 
     def wait(self, request: Any, awaited: str, other: int) -> None:
         """Waits for a message to or from another process; ``awaited`` says for what, if that takes too long.
@@ -84,11 +84,11 @@ class MpiLink:
         """
         # Most messages are there already or come at once. Each test lets MPI make progress, since nothing else here does.
         for _ in range(EAGER_TESTS):
-            if request.Test():
+            if self.is_sent(request):
                 return
         with watchdog.waiting(awaited):
             # A blocking wait would not see that another process has failed, which over MPI closes no connection.
-            while not request.Test():
+            while not self.is_sent(request):
                 self._raise_failure()
                 time.sleep(SLEEP_SECONDS)
 
@@ -114,8 +114,8 @@ class MpiLink:
         ]
         # The others may never ask for the message. MPI needs tests to send it, so they are made for a moment, without a wait.
         end = time.monotonic() + FAILURE_SECONDS
-        while left and time.monotonic() < end:
-            left = [request for request in left if not request.Test()]
+        while time.monotonic() < end and not all(request.Test() for request in left):
+            pass
 
 
 class GlooLink:
@@ -127,28 +127,25 @@ class GlooLink:
     def __init__(self, group: Any, near: NearLink, name: Callable[[int], str]) -> None:
         self._group, self._near, self._name = group, near, name
 
-    def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
+    def send(self, memory: Tensor, to: int, tag: int) -> Any:
         with noticing_ends(self._name(to)):
             if to in self._near:
-                self._near.send(memory, to, tag)  # copies
-                return []
+                return self._near.send(memory, to, tag)  # copies
             # Both ends know the size of a message, so that an empty one is neither sent nor waited for.
-            return [self._group.send([memory], to, tag)] if memory.numel() else []
+            return self._group.send([memory], to, tag) if memory.numel() else None
 
-    def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
+    def receive(self, memory: Tensor, source: int, tag: int) -> Any:
         with noticing_ends(self._name(source)):
             if source in self._near:
-                return [self._near.receive(memory, source, tag)]
-            return [self._group.recv([memory], source, tag)] if memory.numel() else []
+                return self._near.receive(memory, source, tag)
+            return self._group.recv([memory], source, tag) if memory.numel() else None
 
     def is_sent(self, request: Any) -> bool:
-        return False  # it is known only to those who wait
+        return request is None  # else it is known only to those who wait
 
     def wait(self, request: Any, awaited: str, other: int) -> None:
         with watchdog.waiting(awaited), noticing_ends(self._name(other)):
-            if isinstance(request, Awaited):
-                self._near.wait(request, other)
-            else:
+            if request is not None:
                 request.wait()
 
     def fail(self, reason: str) -> None:
@@ -186,10 +183,9 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
         ValueError: ``stages`` or ``tensor`` is not a number from 1, or their product does not divide np; on every process.
         RuntimeError: the job is elastic, or MPI lets only one thread call it.
     """
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-        raise ValueError(f"init(): stages must be a number of pipeline stages from 1, got {stages!r}")
-    if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
-        raise ValueError(f"init(): tensor must be a number of parts of a layer from 1, got {tensor!r}")
+    for name, number, what in (("stages", stages, "pipeline stages"), ("tensor", tensor, "parts of a layer")):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"init(): {name} must be a number of {what} from 1, got {number!r}")
     given = {"stages": stages if stages > 1 else None, "tensor": tensor if tensor > 1 else None}
     if reason := refusal({**given, ELASTIC: is_elastic()}, argument):
         raise RuntimeError(f"init(): {reason}")
@@ -216,18 +212,14 @@ def starting(grid: Grid) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _asked(stages: int, tensor: int) -> str:
-    given = {"stages": stages, "tensor": tensor}
-    return ", ".join(f"{name}={number}" for name, number in given.items() if number != 1)
-
-
 def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
     each = stages * tensor
     if processes % each:
-        names = " times ".join(name for name, n in (("stages", stages), ("tensor", tensor)) if n > 1)
+        asked = {name: number for name, number in (("stages", stages), ("tensor", tensor)) if number > 1}
         raise ValueError(
-            f"init(): {_asked(stages, tensor)} does not divide the number of processes, {processes}; start {names} times replicas "
-            f"of them, such as -np {max(1, round(processes / each)) * each}"
+            f"init(): {', '.join(f'{name}={number}' for name, number in asked.items())} does not divide the number of processes, "
+            f"{processes}; start {' times '.join(asked)} times replicas of them, such as -np "
+            f"{max(1, round(processes / each)) * each}"
         )
     replicas = processes // each
     row, part = divmod(process, tensor)
@@ -243,9 +235,9 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
         atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise RuntimeError(
-            f"init(): {_asked(stages, tensor)} needs an MPI that Horovod's thread and this one may call at the same time, with "
-            f"MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize it "
-            f"with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
+            f"init(): stages={stages}, tensor={tensor} needs an MPI that Horovod's thread and this one may call at the same time, "
+            f"with MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize "
+            f"it with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
         )
     # A communicator of its own: messages here never meet those of the user's code or of Horovod, whatever their tags.
     world = mpi.COMM_WORLD.Dup()
@@ -277,34 +269,28 @@ def _finalize(mpi: Any) -> None:
 _starts = itertools.count()
 
 
-class _Board:
-    """The launcher's rendezvous server, where each process leaves what the others need to find it."""
+def _through_launcher(place: Any) -> Any:
+    """The place of the store of rank 0, which alone gives one, through the launcher's rendezvous server."""
+    # A second start in this process finds nothing of the first.
+    entry = os.environ[GLOO_ADDRESS], int(os.environ[PORT]), f"{SCOPE}.{next(_starts)}", "store"
+    if place is not None:
+        put_data_into_kvstore(*entry, place)
+        return place
+    with watchdog.waiting("rank 0 to start"):
+        while True:
+            try:
+                return read_data_from_kvstore(*entry)
+            except RuntimeError:  # not there yet
+                time.sleep(max(ASK_SECONDS, (whole_in("HOROVOD_SIZE") or 1) / QUESTIONS))
 
-    def __init__(self, processes: int) -> None:
-        self.address, self._port = os.environ[GLOO_ADDRESS], int(os.environ[PORT])
-        self._between = max(ASK_SECONDS, processes / QUESTIONS)
-        self._scope = f"{SCOPE}.{next(_starts)}"  # a second start in this process finds nothing of the first
 
-    def put(self, key: str, value: Any) -> None:
-        put_data_into_kvstore(self.address, self._port, self._scope, quote(key), value)
+def _put(store: Store, key: str, value: Any) -> None:
+    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # PyTorch's stub has only text
 
-    def get(self, key: str) -> Any:
-        with watchdog.waiting(f"{key} to start"):
-            while True:
-                try:
-                    return read_data_from_kvstore(self.address, self._port, self._scope, quote(key))
-                except RuntimeError:  # not there yet
-                    time.sleep(self._between)
 
-    def of_first(self, value: Any) -> Any:
-        """The value of rank 0, which alone gives one."""
-        if value is not None:
-            self.put("the store of rank 0", value)
-        return self.get("the store of rank 0") if value is None else value
-
-    def own_address(self) -> str:
-        """This host's address on the way to the launcher."""
-        return own_address(self.address)
+def _get(store: Store, key: str) -> Any:
+    with watchdog.waiting(f"{key} to start"):
+        return pickle.loads(store.get(key))  # of a process of this job
 
 
 def _over_gloo(stages: int, tensor: int) -> Grid:
@@ -316,17 +302,16 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
         whole_in("HOROVOD_LOCAL_RANK") or 0,
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
     )
-    board = _Board(processes)
+    grid.address = own_address(os.environ[GLOO_ADDRESS])
+    store = _store(process, grid.address, _through_launcher)
     near = Listener()
-    board.put(f"rank {process}", (Peer.here(process), near.host, near.name, message_backend()))
+    _put(store, f"rank {process}", (Peer.here(process), near.host, near.name, message_backend()))
     # Rank 0 asks for each entry, and the others for its list: n questions, where each for each other would be n squared.
     if process == 0:
-        board.put("all ranks", [board.get(f"rank {other}") for other in range(processes)])
-    everyone = board.get("all ranks")
+        _put(store, "all ranks", [_get(store, f"rank {other}") for other in range(processes)])
+    everyone = _get(store, "all ranks")
     grid.peers = [peer for peer, *_ in everyone]
-    grid.horovod = {"environment": _world_environment(grid, board)}
-    grid.address = board.own_address()
-    store = _store(process, grid.address, board.of_first)
+    grid.horovod = {"environment": _world_environment(grid, store)}
     with watchdog.waiting("all ranks to connect"):
         group = gloo_group(store, process, processes, grid.address)  # here everyone listens
     grid.backend = _common(backend for *_, backend in everyone)
@@ -338,18 +323,15 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     return grid
 
 
-def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
+def _world_environment(grid: Grid, store: Store) -> dict[str, str]:
     """The environment that a launcher would set if the replicas of this process's stage and part were the whole job."""
     key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process
-        board.put(key, (board.own_address(), server.start()))
-    hosts = [_machine(grid.peers[grid.process(grid.stage, replica)]) for replica in range(grid.replicas)]
-    return rank_variables(hosts, *board.get(key))[grid.replica]
-
-
-def _machine(peer: Peer) -> tuple[str, tuple[str, ...]]:
-    return peer.host, peer.addresses
+        _put(store, key, (grid.address, server.start()))
+    peers = [grid.peers[grid.process(grid.stage, replica)] for replica in range(grid.replicas)]
+    hosts = [(peer.host, peer.addresses) for peer in peers]
+    return rank_variables(hosts, *_get(store, key))[grid.replica]
 
 
 # ------------------------------------------------------------------------------------------------------------ groups
@@ -365,11 +347,10 @@ def _store(process: int, address: str, share: Callable[[tuple[str, int] | None],
     """The store of process 0, whose place ``share`` gives to all."""
     if process == 0:
         # Port 0 lets the system choose a free one.
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=NO_LIMIT)
         share((address, store.port))
         return store
-    address, port = share(None)
-    return TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return TCPStore(*share(None), is_master=False, wait_for_workers=False, timeout=NO_LIMIT)
 
 
 def gloo_group(store: Store, rank: int, size: int, address: str) -> Any:

@@ -40,7 +40,20 @@ class Awaited:
     """A message that is to arrive in ``memory``."""
 
     memory: Tensor
+    link: NearLink
+    connection: _Connection
     arrived: bool = False
+
+    def wait(self) -> None:
+        """Waits for the message.
+
+        Raises:
+            PeerEnded: the other process has ended.
+        """
+        while not self.arrived:
+            if self.connection.ended:
+                raise PeerEnded("its connection is closed")
+            self.link.read_all()
 
 
 @dataclass
@@ -150,11 +163,11 @@ class NearLink:
         # Powers of two, so that slots of a few sizes serve messages of any length.
         capacity = max(PAGE, 1 << (size - 1).bit_length())
         # A slot is free again when the packet that says so has been read.
-        self._read_all(0)
+        self.read_all(0)
         while not connection.free[capacity] and connection.made[capacity] == SLOTS:
             if connection.ended:
                 raise PeerEnded("its connection is closed")
-            self._read_all()
+            self.read_all()
         descriptors = []
         if connection.free[capacity]:
             slot = connection.free[capacity].pop()
@@ -172,25 +185,15 @@ class NearLink:
                 os.close(descriptor)
 
     def receive(self, memory: Tensor, source: int, tag: int) -> Awaited:
-        """Asks for the next message with a tag; gives what :meth:`wait` takes. ``memory`` is as long as the message."""
-        connection, awaited = self._connections[source], Awaited(memory)
+        """Asks for the next message with a tag. ``memory`` is as long as the message."""
+        connection = self._connections[source]
+        awaited = Awaited(memory, self, connection)
         if connection.early[tag]:
             memory.copy_(connection.early[tag].popleft())
             awaited.arrived = True
         else:
             connection.awaited[tag].append(awaited)
         return awaited
-
-    def wait(self, awaited: Awaited, source: int) -> None:
-        """Waits for a message.
-
-        Raises:
-            PeerEnded: the other process has ended.
-        """
-        while not awaited.arrived:
-            if self._connections[source].ended:
-                raise PeerEnded("its connection is closed")
-            self._read_all()
 
     def _put(self, connection: _Connection, packet: bytes, descriptors: Sequence[int] = ()) -> None:
         while True:
@@ -204,14 +207,14 @@ class NearLink:
                 # The other process computes and has many packets to read. It may wait here for a packet to this process, too.
                 self._poll.modify(connection.socket, select.POLLIN | select.POLLOUT)
                 try:
-                    self._read_all()
+                    self.read_all()
                 finally:
                     if not connection.ended:
                         self._poll.modify(connection.socket, select.POLLIN)
             except OSError as error:
                 raise PeerEnded(str(error)) from None
 
-    def _read_all(self, limit: int | None = None) -> None:
+    def read_all(self, limit: int | None = None) -> None:
         """Reads the packets that are there, and waits for one (at most ``limit`` milliseconds)."""
         for descriptor, events in self._poll.poll(limit):
             if events & ~select.POLLOUT:

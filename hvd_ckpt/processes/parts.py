@@ -143,23 +143,16 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 
 
 def _over_hosts(grid: Grid, sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    assert grid.link is not None
-    others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
-    hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
-    # Receives are begun before anything is sent: what arrives has its place then.
-    requests = []
-    for part, process in others:
-        requests += [
-            (request, process) for request in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)
-        ]
-    memories = {part: _bytes(sent[part].cpu()) for part, _ in others}  # until they are sent
-    for part, process in others:
-        requests += [(request, process) for request in grid.link.send(memories[part], process, FIRST_TAG)]
-    for request, process in requests:
-        grid.link.wait(request, f"values of {grid.name(process)}", process)
-    for part, _ in others:
-        if hosts[part] is not rows[part]:
-            rows[part].copy_(hosts[part])
+    others = {grid.process(grid.stage, part=part): part for part in range(grid.tensor) if part != grid.part}
+    hosts = {process: rows[part].cpu() for process, part in others.items()}  # itself, on a CPU
+    grid.exchange(
+        {process: _bytes(sent[part].cpu()) for process, part in others.items()},
+        {process: _bytes(host) for process, host in hosts.items()},
+        FIRST_TAG,
+    )
+    for process, part in others.items():
+        if hosts[process] is not rows[part]:
+            rows[part].copy_(hosts[process])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

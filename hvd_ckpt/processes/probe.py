@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.processes import single_copy
-from hvd_ckpt.processes.commands import Process
+from hvd_ckpt.processes.commands import Process, error_line
 
 OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
@@ -62,16 +62,14 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
         with Process(command, log_file, environment) as process:
             status = process.wait(timeout)
         seconds = round(time.monotonic() - start, 1)
-        output = log_file.read_text(errors="replace")
+        said = error_line(log_file)
         answers = [_read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
     if status is None:
         reason = f"no answer from {answers.count(None)} of {ranks} ranks within {timeout:g} seconds"
         return ProbeResult(False, reason, seconds)
     reached = [answer for answer in answers if answer is not None]
     if len(reached) < ranks:
-        return ProbeResult(
-            False, _last_words(output) or f"horovodrun ended with exit status {status}", seconds
-        )
+        return ProbeResult(False, f"horovodrun ended with exit status {status}: {said}", seconds)
     operations = {device: _merge([answer[device] for answer in reached]) for device in reached[0]}
     failed = [f"{name}: {text}" for name, text in operations["cpu"].items() if text != "ok"]
     return ProbeResult(not failed, "; ".join(failed), seconds, operations)
@@ -111,13 +109,6 @@ def _read(path: Path) -> dict[str, dict[str, str]] | None:
 def _merge(answers: list[dict[str, str]]) -> dict[str, str]:
     """One answer per operation: the first rank's error, if any rank has one."""
     return {name: next((a[name] for a in answers if a[name] != "ok"), "ok") for name in OPERATIONS}
-
-
-def _last_words(output: str) -> str:
-    """The line of a failed launch that says most: the last one that names an error, else the last one."""
-    lines = [line.strip() for line in output.splitlines() if line.strip(" -\t*=")]
-    errors = [line for line in lines if "error" in line.lower() or "not " in line.lower()]
-    return (errors or lines or [""])[-1][:300]
 
 
 def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:

@@ -38,26 +38,20 @@ def rank_variables(hosts: Sequence[Hashable], address: str, port: int) -> list[d
     #     local rank     0   1   0
     #     cross rank     0   0   1
     #     cross size     2   1   2        host b has no rank with local number 1
-    sizes = Counter(hosts)  # in the order of their first ranks
-    cross_ranks: dict[tuple[Hashable, int], int] = {}
-    cross_sizes: Counter[int] = Counter()
-    for host, size in sizes.items():
-        for local in range(size):
-            cross_ranks[host, local] = cross_sizes[local]
-            cross_sizes[local] += 1
+    sizes, earlier = Counter(hosts), Counter[Hashable]()
     variables = []
-    earlier: Counter[Hashable] = Counter()
     for rank, host in enumerate(hosts):
         local = earlier[host]
         earlier[host] += 1
+        across = [other for other, size in sizes.items() if size > local]  # in the order of their first ranks
         variables.append(
             {
                 "HOROVOD_RANK": str(rank),
                 "HOROVOD_SIZE": str(len(hosts)),
                 "HOROVOD_LOCAL_RANK": str(local),
                 "HOROVOD_LOCAL_SIZE": str(sizes[host]),
-                "HOROVOD_CROSS_RANK": str(cross_ranks[host, local]),
-                "HOROVOD_CROSS_SIZE": str(cross_sizes[local]),
+                "HOROVOD_CROSS_RANK": str(across.index(host)),
+                "HOROVOD_CROSS_SIZE": str(len(across)),
                 GLOO_ADDRESS: address,
                 PORT: str(port),
             }

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import horovod
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, rendezvous, single_copy, uncaught, watchdog
+from hvd_ckpt.processes import grid, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
-from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
+from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, is_elastic, whole_in
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.rules import check
@@ -144,7 +145,7 @@ def init(
                 raise ValueError(
                     f"init(): Horovod runs with {name}={running} already, so it cannot have {asked}"
                 )
-        _watch(stall_timeout)
+        watchdog.watch(stall_timeout)
         return
     if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
         raise RuntimeError(
@@ -153,17 +154,22 @@ def init(
         )
     check_environment()
     if launcher is not None:
+        from hvd_ckpt.processes import rendezvous
+
         rendezvous.join_job(launcher, stall_timeout)
     # Before Horovod starts: it, MPI and NCCL read these variables once.
-    _set_fusion_default()
+    if not _is_on(AUTOTUNE_VARIABLE):
+        os.environ.setdefault(FUSION_VARIABLE, "0")
     os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
     if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
+        from hvd_ckpt.processes import single_copy
+
         single_copy.set_default(os.environ)
     _check_restart()
     _set_mpi_prefix()
     # Before Horovod starts, so that a start which waits for a rank is watched, too.
-    _watch(stall_timeout)
+    watchdog.watch(stall_timeout)
     if stages == tensor == 1:
         grid.set_current(None)
         hvd.init(*args, **kwargs)
@@ -197,8 +203,6 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
     device_link.add_links(grid)
     with links.starting(grid):
         hvd.init(**kwargs)
-    # Again: the start has let the ranks of this stage meet (`watchdog.meet`), and they would be taken for the whole job.
-    watchdog.introduce(grid.peers, grid.process(grid.stage))
     return kwargs
 
 
@@ -207,21 +211,9 @@ def _starts_over_mpi() -> bool:
     return os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and bool(hvd.mpi_built())
 
 
-def _watch(stall_timeout: float | None) -> None:
-    watchdog.watch(stall_timeout)
-    # Before Horovod runs this does nothing. Its start is watched by then, and lets the ranks meet itself.
-    if stall_timeout is not None and not watchdog.have_met():
-        watchdog.meet()
-
-
 def repeatable() -> bool:
     """Whether runs can repeat bit for bit: Horovod's fusion is off and nothing tunes it."""
     return not _fusion_reason()
-
-
-def _set_fusion_default() -> None:
-    if FUSION_VARIABLE not in os.environ and not _is_on(AUTOTUNE_VARIABLE):
-        os.environ[FUSION_VARIABLE] = "0"
 
 
 def _set_crowded_defaults() -> None:
@@ -241,11 +233,7 @@ def _check_restart() -> None:
         RuntimeError: both variables are set, and this Horovod cannot start again with them.
     """
     both = FUSION_VARIABLE in os.environ and CYCLE_VARIABLE in os.environ
-    if (
-        both
-        and not _restarts_with_both_set()
-        and (_state.started or os.environ.get("HOROVOD_ELASTIC") == "1")
-    ):
+    if both and not _restarts_with_both_set() and (_state.started or is_elastic()):
         raise RuntimeError(
             f"init(): {CYCLE_VARIABLE}={os.environ[CYCLE_VARIABLE]} and {FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]} are "
             f"both set, with which this build of Horovod cannot start again after shutdown(): unset {CYCLE_VARIABLE}, or use "
@@ -304,9 +292,7 @@ def _is_on(variable: str) -> bool:
 
 def allowed_cpus() -> int:
     """Number of CPUs that this process may run on: its affinity mask where the system has one, else all of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(local_size: int) -> int:
@@ -381,19 +367,13 @@ def horovod_build() -> dict[str, str | bool]:
     """The installed Horovod's version, controllers and GPU operations."""
     nccl = hvd.nccl_built()
     return {
-        "version": _horovod_version(),
+        "version": str(horovod.__version__),
         "mpi": hvd.mpi_built(),
         "gloo": hvd.gloo_built(),
         "cuda": hvd.cuda_built(),
         "nccl": _nccl_version(nccl) if nccl else False,
         "rocm": hvd.rocm_built(),
     }
-
-
-def _horovod_version() -> str:
-    import horovod
-
-    return str(horovod.__version__)
 
 
 def _nccl_version(code: int) -> str:

@@ -30,12 +30,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import horovod
 import horovod.torch as hvd
+import psutil
 import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, silent_hosts
-from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
+from hvd_ckpt.processes.hosts import Peer, diagnose, lost
+from hvd_ckpt.processes.launchers import has_broken, is_elastic, launched_rank, launcher_chain
 from hvd_ckpt.utils.waits import awaited_in, looks
 
 TICK_SECONDS = 1.0
@@ -78,7 +79,7 @@ class Watchdog:
         own: this rank, likewise.
         unlimited: threads whose waits may last.
         looks: each is called every second, and gives what is waited for without a thread that waits.
-        ancestors: process ids from this process up to its launcher, if the process is to end with it.
+        ancestors: processes from this one up to its launcher, if it is to end with it.
         stopped: seconds this process has been stopped for; the clock leaves them out.
     """
 
@@ -92,7 +93,7 @@ class Watchdog:
     own: Peer | None = None
     unlimited: set[int] = field(default_factory=set)
     looks: Sequence[Callable[[], Wait | None]] = ()
-    ancestors: list[int] = field(default_factory=list)
+    ancestors: list[psutil.Process] = field(default_factory=list)
     stopped: float = 0.0
     thread: threading.Thread | None = None
     installed: bool = False
@@ -116,7 +117,6 @@ class Watchdog:
             before = now
             if has_broken(self.ancestors):
                 end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
-            self._look()
             self._announce()
             late = self._late()
             if late is not None:
@@ -124,13 +124,6 @@ class Watchdog:
                 line = self._explain(*late)
                 if self._late() is not None:
                     end(line)
-
-    def _look(self) -> None:
-        for number, look in enumerate(self.looks):
-            if (wait := look()) is not None and not self.unlimited:
-                self.waits[-1 - number] = wait  # no thread has a number below zero
-            else:
-                self.waits.pop(-1 - number, None)
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
@@ -140,15 +133,19 @@ class Watchdog:
         return next((late for late in waits if now - late[1].since > late[1].least), None)
 
     def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
-        """Threads whose waits have lasted longer, and these waits."""
+        """Threads whose waits have lasted longer, and these waits; of :attr:`looks`, numbers below that of any thread."""
         now = self.now()
-        for thread, wait in list(self.waits.items()):
+        waits = list(self.waits.items())
+        waits += [
+            (poll.thread, Wait(poll.first))
+            for poll in list(self.polls.values())
+            if now - poll.last < POLL_LOOP_SECONDS
+        ]
+        looked = [look() for look in self.looks]
+        waits += [(-1 - number, wait) for number, wait in enumerate(looked) if wait and not self.unlimited]
+        for thread, wait in waits:
             if now - wait.since > seconds and thread not in self.unlimited:
                 yield thread, wait
-        for poll in list(self.polls.values()):
-            lasting = now - poll.first > seconds and now - poll.last < POLL_LOOP_SECONDS
-            if lasting and poll.thread not in self.unlimited:
-                yield poll.thread, Wait(poll.first)
 
     def _announce(self) -> None:
         """Says what is waited for, once for each wait."""
@@ -187,6 +184,8 @@ def check_timeout(seconds: Any) -> None:
 def watch(seconds: float | None = None) -> None:
     """Announces each wait of more than a minute (or half of the limit), and ends this process if one is longer than ``seconds``.
 
+    With a limit, ranks tell each other where they run if Horovod runs, and else when it starts. Then it is collective.
+
     Args:
         seconds: the limit from now on, ``math.inf`` for no limit; None leaves it as it is. At first there is no limit.
 
@@ -199,6 +198,8 @@ def watch(seconds: float | None = None) -> None:
     if not _dog.installed:
         _install()
     _dog.start()
+    if seconds is not None:
+        _meet()
 
 
 @contextlib.contextmanager
@@ -242,8 +243,7 @@ def look_every_second(*looks: Callable[[], Wait | None]) -> None:
 
 def introduce(peers: Sequence[Peer], rank: int) -> None:
     """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
-    _dog.peers = list(peers)
-    _dog.own = Peer.here(rank)
+    _dog.peers, _dog.own = list(peers), peers[rank] if peers else Peer.here(rank)
 
 
 def own_rank() -> int | None:
@@ -251,30 +251,20 @@ def own_rank() -> int | None:
     return _dog.own.rank if _dog.own is not None else None
 
 
-def meet() -> None:
-    """Tells all ranks where each one runs, for the message; collective. Without it no host can be named."""
-    if _dog.timeout is None or not hvd.is_initialized():
+def _meet() -> None:
+    """Tells all ranks where each one runs, for the message, unless they know; collective. Without it no host can be named."""
+    if _dog.timeout is None or _dog.peers or not hvd.is_initialized():
         return
-    _dog.peers, _dog.own = [], Peer.here(hvd.rank())
+    _dog.own = Peer.here(hvd.rank())
     with contextlib.suppress(
         hvd.HorovodInternalError
     ):  # of use to nobody yet; the next collective raises it again
         _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.processes.hosts")
 
 
-def have_met() -> bool:
-    """Whether :func:`meet` has been called since Horovod started."""
-    return bool(_dog.peers)
-
-
 def lost_hosts() -> str:
     """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
-    own = _dog.own
-    if own is None:
-        return ""
-    others = [peer for peer in _dog.peers if peer.rank != own.rank]
-    silent = silent_hosts(others, own)
-    return describe_silent(silent, others) if silent else ""
+    return "" if _dog.own is None else lost(_dog.peers, _dog.own)
 
 
 def end_with_parent() -> bool:
@@ -330,7 +320,7 @@ def _install() -> None:
 
     def init(*args: Any, **kwargs: Any) -> None:
         _noted(start, "Horovod to start on all ranks", least=_time_for_hosts())(*args, **kwargs)
-        meet()
+        _meet()
 
     def shutdown() -> None:
         _dog.peers, _dog.own = [], None
@@ -368,7 +358,7 @@ def _install() -> None:
 def _time_for_hosts() -> float:
     """Seconds that the start of an elastic job may take: until it has enough hosts, and until these have found each other. A rank
     whose peer dies meanwhile waits for it without a limit of Horovod's, and its launcher for the rank."""
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
+    if not is_elastic():
         return 0.0
     return sum(
         float(os.environ.get(name, default))

@@ -5,24 +5,74 @@ Norms and states are of the whole model, from those of this part's slices. Shape
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.parts import alone as alone
 from hvd_ckpt.utils.cuts import Cut, cut_of
-
-# What parts exchange is imported where there are several: most models are on one process as a whole.
 
 # ------------------------------------------------------------------------------------ norms and shapes
 
 
+_PLACE = "_hvd_ckpt_place"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
+
+
 def is_split() -> bool:
-    """Whether layers are split over parts."""
-    return current().tensor > 1
+    """Whether this process has only a part of the model."""
+    return current().model_parallel_size > 1
+
+
+def number_parameters(model: nn.Module) -> None:
+    """Notes the place of each parameter in the whole model, before this process keeps only its own."""
+    parameters = list(model.parameters())
+    for place, parameter in enumerate(parameters):
+        setattr(parameter, _PLACE, (place, len(parameters)))
+
+
+def gradient_norms(chosen: Sequence[Tensor], order: float) -> tuple[Tensor, set[torch.dtype]]:
+    """Norms of all gradients of the whole model, in the order of its parameters, and their dtypes. Collective over stages and
+    parts.
+
+    Args:
+        chosen: parameters on this process; at least one.
+
+    Raises:
+        ValueError: in a job with stages, one is not a parameter of a pipeline.
+    """
+    trained = [parameter for parameter in chosen if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    own = [torch.linalg.vector_norm(gradient, order).double() for gradient in gradients]
+    whole = norms(torch.stack(own), trained, order).cpu() if own else torch.empty(0, dtype=torch.float64)
+    dtypes = {gradient.dtype for gradient in gradients}
+    if current().stages == 1:
+        return whole, dtypes
+    places = {parameter: getattr(parameter, _PLACE, None) for parameter in chosen}
+    if None in places.values():
+        raise ValueError("clip_grad_norm_: in a job with stages, give parameters of the hc.Pipeline")
+    count = next(place[1] for place in places.values() if place is not None)
+    # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
+    measured = torch.full((count,), -1.0, dtype=torch.float64)
+    for parameter, norm in zip(trained, whole):
+        measured[getattr(parameter, _PLACE)[0]] = norm
+    rows, dtypes = over_stages(measured, dtypes)
+    found = rows.max(dim=0).values
+    return found[~(found < 0)], dtypes  # with nan
+
+
+def over_stages(own: Tensor, dtypes: Collection[torch.dtype]) -> tuple[Tensor, set[torch.dtype]]:
+    """Numbers of each stage, one row for each, and the dtypes on any stage. Collective over the stages."""
+    if current().stages == 1:
+        return own[None], set(dtypes)
+    there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
+    rows = torch.stack(current().gather(torch.cat([own, there]), parts=False))
+    marks = rows[:, len(own) :].any(dim=0)
+    return rows[:, : len(own)], {dtype for dtype, mark in zip(_DTYPES, marks) if mark}
 
 
 def norms(own: Tensor, parameters: Sequence[Tensor], order: float) -> Tensor:
@@ -30,29 +80,14 @@ def norms(own: Tensor, parameters: Sequence[Tensor], order: float) -> Tensor:
     split = torch.tensor([cut_of(parameter) is not None for parameter in parameters], device=own.device)
     if current().tensor == 1 or not split.any():
         return own
-    from hvd_ckpt.processes.parts import gather
-
-    rows = torch.stack(gather(own[split]))
+    rows = torch.stack(parts.gather(own[split]))
     joined = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, 0)
     return own.index_put((split,), joined)
 
 
 def maximum(own: Tensor) -> Tensor:
     """The greatest of each element over all parts. Collective over the parts."""
-    if current().tensor == 1:
-        return own
-    from hvd_ckpt.processes.parts import maximum as of_parts
-
-    return of_parts(own)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """A context in which one process measures: nothing is exchanged, and every other part counts as having zeros."""
-    from hvd_ckpt.processes.parts import alone as without_parts
-
-    with without_parts():
-        yield
+    return own if current().tensor == 1 else parts.maximum(own)
 
 
 def shape_of_first(parameter: Tensor) -> list[int]:
@@ -65,8 +100,8 @@ def shape_of_first(parameter: Tensor) -> list[int]:
 
 def is_uneven(parameter: Tensor) -> bool:
     """Whether the parts have slices of different sizes of a parameter."""
-    cut, parts = cut_of(parameter), current().tensor
-    return cut is not None and cut.length(parts, 0) != cut.length(parts, parts - 1)
+    cut, count = cut_of(parameter), current().tensor
+    return cut is not None and cut.length(count, 0) != cut.length(count, count - 1)
 
 
 # ------------------------------------------------------------------------------------ states
@@ -107,11 +142,9 @@ def optimizer_state(
 
 
 def _whole(own: Tensor, cut: Cut) -> Tensor:
-    from hvd_ckpt.processes.parts import gather
-
     count, shapes = current().tensor, []
     for part in range(count):
         shape = list(own.shape)
         shape[cut.dim] = cut.length(count, part)
         shapes.append(shape)
-    return cut.whole(gather(own, shapes))
+    return cut.whole(parts.gather(own, shapes))

@@ -25,7 +25,6 @@ Verification, and heads of language models:
     watch          tensors that autograd saves in a region
     verify         whether the recomputation has given the same
     cross_entropy  the cross entropy of a linear head in chunks
-    deferred       the same in a model whose code stays as it is
 """
 
 from hvd_ckpt.recompute.checkpoint import checkpoint

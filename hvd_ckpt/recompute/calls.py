@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -34,47 +34,51 @@ UNREPEATABLE = {
 }
 """Functions that a replay cannot repeat: their results depend on state that it does not restore."""
 
+_WRAPPERS: set[Any] = {
+    functional.group_norm,
+    functional.layer_norm,
+    functional.log_softmax,
+    functional.relu,
+    functional.rms_norm,
+    functional.silu,
+    functional.softmax,
+}
+"""Functions in Python that do nothing but call the operator of their name."""
+
 UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
 """Functions after which their arguments can be changed past the version counters."""
 
 
-def tensors_in(*values: Any) -> Iterator[Tensor]:
+_PLAIN = {bool, float, int, str, type(None)}
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order, with repetitions."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(*value)
+            found += tensors_in(*value)
         elif isinstance(value, dict):
-            yield from tensors_in(*value.values())
+            found += tensors_in(*value.values())
+    return found
 
 
 def map_tensors(change: Callable[[Any], Any], kind: type | tuple[type, ...], value: Any) -> Any:
     """``value`` with ``change`` applied to everything of that kind in nested lists, tuples and dicts."""
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(change, kind, item) for item in value]
+    if isinstance(value, (tuple, list)):
+        items = [
+            item if type(item) in _PLAIN else map_tensors(change, kind, item) for item in value
+        ]  # which saves most calls
+        if isinstance(value, list):
+            return items
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [map_tensors(change, kind, item) for item in value]
     if isinstance(value, dict):
         return {name: map_tensors(change, kind, item) for name, item in value.items()}
     return value
-
-
-def separate_tensors(
-    values: Sequence[Any],
-) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], list[Any]]]:
-    """The tensors among ``values``, and a function that returns the values with other tensors in their places."""
-    is_tensor = [isinstance(value, torch.Tensor) for value in values]
-    others = [None if tensor else value for value, tensor in zip(values, is_tensor)]
-
-    def with_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        remaining = iter(tensors)
-        return [next(remaining) if tensor else other for other, tensor in zip(others, is_tensor)]
-
-    return [value for value in values if isinstance(value, torch.Tensor)], with_tensors
 
 
 @functools.cache
@@ -112,9 +116,21 @@ def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
     overloads = _overloads(func)
     return (
         bool(overloads)
-        and not isinstance(func, FunctionType)
+        and (not isinstance(func, FunctionType) or func in _WRAPPERS)
         and not is_custom(func)
         and not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    )
+
+
+@functools.cache
+def changes_nothing(func: Callable[..., Any]) -> bool:
+    """Whether the function calls a single operator of PyTorch that changes no argument but one that is given as ``out``."""
+    places, inplace = _mutable(func)
+    return (
+        depends_on_arguments_alone(func)
+        and inplace is None
+        and all(name == "out" for _, name in places)
+        and func not in UNTRACKED
     )
 
 
@@ -124,8 +140,8 @@ def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     changed = [kwargs.get("out")]
     changed += [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
     if inplace is not None and (args[inplace] if inplace < len(args) else kwargs.get("inplace")) is True:
-        changed.append(next(tensors_in(args, kwargs), None))
-    return list(tensors_in(changed))
+        changed += tensors_in(args, kwargs)[:1]
+    return tensors_in(changed)
 
 
 @functools.cache

@@ -181,7 +181,7 @@ class _FlatRun:
         )
         # The first pass gets the caller's own containers, so that the caller sees what the function does to them.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.result_structure: Any = None
+        self.rebuild_result: Any = None
         self.wanted: list[bool] | None = None  # for each result, whether a gradient has arrived for it
         self.anchored = False  # whether autograd records the call only because of a tensor that was added
         self.gradients: list[torch.Tensor | None] = []  # of the tensors
@@ -198,12 +198,12 @@ class _FlatRun:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         # PyTorch calls this for the first pass and for each recomputation. In the reentrant variant, results are flat tuples of
-        # leaves too, since its autograd function takes and returns tensors only; result_structure puts them together again.
+        # leaves too, since its autograd function takes and returns tensors only; rebuild_result puts them together again.
         first = self._first_pass
         if first is not None and not self.region.started:
             result = self.region(*first[0], **first[1])
             if self._reentrant:
-                leaves, self.result_structure = flatten(result)
+                leaves, self.rebuild_result = flatten(result)
                 return tuple(leaves)
             return result
         # Tensors that were added to the arguments have no flag here, and keep theirs.
@@ -270,7 +270,7 @@ def _checkpoint_reentrant(run: _FlatRun, preserve_rng_state: bool) -> Any:
         tensors.append(torch.zeros((), requires_grad=True, dtype=torch.float32))
     leaves = _ReentrantCheckpoint.apply(run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
     run.release_first_pass()
-    return run.result_structure.rebuild(list(leaves))
+    return run.rebuild_result(list(leaves))
 
 
 def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:

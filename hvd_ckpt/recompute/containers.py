@@ -16,42 +16,31 @@ import torch
 from hvd_ckpt.utils.torch_private import pytree
 
 
-class Structure:
-    """Nested containers without their values.
+def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The values in nested containers, in order, and a function that makes the containers again, with other values in their places.
 
     Containers are lists, tuples, dicts, data classes, the types that PyTorch's pytree knows, and plain objects that hold tensors or
-    an empty container (a cache). Everything else is a value. A container that occurs twice is one container again after
-    :meth:`rebuild`.
-
-    Attributes:
-        leaves: the values that the containers held, in order; :func:`flatten` removes them.
+    an empty container (a cache). Everything else is a value. A container that occurs twice is one container again.
     """
+    leaves: list[Any] = []
+    root = _describe(value, leaves, {})
+    return leaves, lambda values: root(values, {})
 
-    def __init__(self, value: Any) -> None:
-        self.leaves: list[Any] = []
-        self._root = self._describe(value, {})
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The containers, which hold ``leaves`` in the places of :attr:`leaves`."""
-        return self._root(leaves, {})
-
-    def _describe(self, value: Any, known: dict[int, _Node | None]) -> _Node:
-        # ``known`` has None for a container whose description has begun and not ended: a reference to it is a cycle.
-        if id(value) in known:
-            node = known[id(value)]
-            # A container that contains itself stays as it is.
-            return self._leaf(value) if node is None else node
-        parts = _take_apart(value)
-        if parts is None:
-            return self._leaf(value)
-        known[id(value)] = None
-        children, make = parts
-        node = known[id(value)] = _Node([self._describe(child, known) for child in children], make)
+def _describe(value: Any, leaves: list[Any], known: dict[int, _Node | None]) -> _Node:
+    # ``known`` has None for a container whose description has begun and not ended: a reference to it is a cycle, and it stays as
+    # it is.
+    node = known.get(id(value))
+    if node is not None:
         return node
-
-    def _leaf(self, value: Any) -> _Node:
-        self.leaves.append(value)
-        return _Node([], None, len(self.leaves) - 1)
+    parts = None if id(value) in known else _take_apart(value)
+    if parts is None:
+        leaves.append(value)
+        return _Node([], None, len(leaves) - 1)
+    known[id(value)] = None
+    children, make = parts
+    node = known[id(value)] = _Node([_describe(child, leaves, known) for child in children], make)
+    return node
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,7 +134,7 @@ class Arguments:
     """
 
     def __init__(self, value: Any) -> None:
-        leaves, self._structure = flatten(value)
+        leaves, self._rebuild = flatten(value)
         self.tensors: list[torch.Tensor] = []
         self._others: list[Any] = []
         self._places: list[int | None] = []  # for each leaf, the index of its tensor
@@ -161,11 +150,4 @@ class Arguments:
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The containers, which hold ``tensors`` in the places of :attr:`tensors`."""
         pairs = zip(self._others, self._places)
-        return self._structure.rebuild([other if place is None else tensors[place] for other, place in pairs])
-
-
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The values in nested containers, in order, and the containers without the values."""
-    structure = Structure(value)
-    leaves, structure.leaves = structure.leaves, []
-    return leaves, structure
+        return self._rebuild([other if place is None else tensors[place] for other, place in pairs])

@@ -17,7 +17,7 @@ the backward pass:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,15 +165,8 @@ def cross_entropy_of(
         and torch.float16 not in (product.dtype, dtype)
         and not (is_checkpointing() or is_recomputing())
     )
-    how = _ChunkOptions(
-        rows_of_chunk,
-        product.dtype,
-        dtype,
-        options.label_smoothing,
-        reduction != "none",
-        early,
-        options.vocabulary,
-    )
+    # The weights are among the factors, and need not stay.
+    how = _ChunkOptions(rows_of_chunk, product.dtype, dtype, early, replace(options, token_weights=None))
     loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, how)  # type: ignore[no-untyped-call]
     if reduction != "none":
         return loss + torch.nan if reduction == "mean" and not len(targets) else loss  # the mean of nothing
@@ -206,19 +199,15 @@ class _ChunkOptions(NamedTuple):
     Attributes:
         rows: number of rows in a chunk.
         product, softmax: dtypes of the matrix product and of the softmax.
-        smoothing: label smoothing.
-        reduced: whether the result is the weighted sum of the losses.
         early: whether gradients are computed in the forward pass.
-        vocabulary: the slice of it that the weight has; None for all.
+        loss: options of the loss.
     """
 
     rows: int
     product: torch.dtype
     softmax: torch.dtype
-    smoothing: float
-    reduced: bool
     early: bool
-    vocabulary: Any
+    loss: LossOptions
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -239,7 +228,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses, *gradients = _chunk_by_chunk(hidden, weight, bias, targets, factors, options, wanted)
         ctx.gradients = gradients if options.early else None
         ctx.save_for_backward(hidden, weight, bias, targets, factors)
-        return torch.dot(losses, factors) if options.reduced else losses * factors
+        return losses * factors if options.loss.reduction == "none" else torch.dot(losses, factors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -275,7 +264,7 @@ def _chunk_by_chunk(
     #     slope  = f * (p - s / c), and at the target less f * (1 - s): the gradient of f * loss by the logits
     #
     # Summed over rows, the gradients are slope @ weight by hidden, slope.T @ hidden by weight, and slope by bias.
-    vocabulary = options.vocabulary
+    vocabulary, smoothing = options.loss.vocabulary, options.loss.label_smoothing
     classes = len(weight) if vocabulary is None else vocabulary.size
     losses = torch.empty(len(targets), dtype=options.softmax, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -294,7 +283,7 @@ def _chunk_by_chunk(
                 scores = functional.log_softmax(logits, -1)
                 of_target, mean = (
                     scores.gather(1, target),
-                    scores.mean(1, keepdim=True) if options.smoothing else None,
+                    scores.mean(1, keepdim=True) if smoothing else None,
                 )
                 hit = factor
             else:
@@ -305,15 +294,15 @@ def _chunk_by_chunk(
             # Of the tensors of a chunk's size, scores alone are needed from here on; they become the slope in the same memory.
             del logits
             loss = -of_target
-            if mean is not None and options.smoothing:
-                loss = (1 - options.smoothing) * loss - options.smoothing * mean
+            if mean is not None and smoothing:
+                loss = (1 - smoothing) * loss - smoothing * mean
             losses[rows] = loss[:, 0]
             if not any(wanted):
                 continue
             slope = scores.exp_()  # derivative of the loss by the logits, in the memory of the scores
-            if options.smoothing:
-                slope.sub_(options.smoothing / classes)
-            slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * hit)
+            if smoothing:
+                slope.sub_(smoothing / classes)
+            slope.mul_(factor).scatter_add_(1, target, (smoothing - 1) * hit)
             slope = slope.to(options.product)
             if of_hidden is not None:
                 of_hidden[rows] = slope @ cast

@@ -72,12 +72,20 @@ class Modes:
             frozenset(self._variables),
         )
 
+    def equals(self, other: Modes) -> bool:
+        return (
+            _same(self.functions, other.functions)
+            and _same(self.operations, other.operations)
+            and self.device == other.device
+            and len(self._variables) == len(other._variables)
+            and all(
+                other._variables.get(variable, self) is value for variable, value in self._variables.items()
+            )
+        )
+
     def may_change_results(self) -> bool:
         """Whether there are modes that may compute something else than the operations that are called."""
         return bool(self.functions or self.operations)
-
-    def _is_any(self) -> bool:
-        return self.device is not None or self.may_change_results()
 
     def run(
         self,
@@ -93,7 +101,7 @@ class Modes:
         """
         # A copy, since a context can be entered once at a time, and what the recomputation sets must not last.
         variables = self._variables.copy()
-        if outside is None and not in_mode() and not self._is_any():
+        if outside is None and not in_mode() and self.device is None and not self.may_change_results():
             return variables.run(function, *args, **kwargs)
         now, functions, operations = Modes(), self.functions, self.operations
         if outside is not None:
@@ -225,10 +233,7 @@ def _settings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _deterministic(mode: tuple[bool, bool]) -> Iterator[None]:
-    now = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    now = _settings()[2]
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
     try:
         yield

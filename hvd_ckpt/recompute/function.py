@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from hvd_ckpt.recompute.calls import separate_tensors
-from hvd_ckpt.recompute.containers import flatten
-from hvd_ckpt.recompute.keeper import RandomState, changed_in_place, version_of
+from hvd_ckpt.recompute.containers import Arguments
+from hvd_ckpt.recompute.keeper import RandomState
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.recompute.state import requiring_grad
 from hvd_ckpt.utils.frames import keeps_everything
@@ -58,9 +57,10 @@ class CheckpointFunction(torch.autograd.Function):
         # An output without a gradient is left out below. Zeros would flow back to parameters that have no gradient.
         ctx.set_materialize_grads(False)
         ctx.n = n
-        tensors, ctx.with_tensors = separate_tensors(args)
-        ctx.save_for_backward(*tensors)
-        ctx.nested = [_Nested(arg) for arg in args[:n]]
+        # Autograd holds the tensors, also those in containers, and raises an error if one of them was changed in place since.
+        ctx.arguments = Arguments(args)
+        ctx.save_for_backward(*ctx.arguments.tensors)
+        ctx.arguments.tensors = []
         ctx.environment = _environment(args[:n])
         ctx.region = Region(function, reach(function, args[:n]), variant="CheckpointFunction")
         ctx.checked = False
@@ -74,7 +74,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
                 "*args, use_reentrant=False), which does."
             )
-        args = ctx.with_tensors(ctx.saved_tensors)
+        args = ctx.arguments.rebuild(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
         # The parameters that the gradients are asked for are those of the forward pass, frozen or unfrozen since.
         with requiring_grad(args[ctx.n :], list(needed[ctx.n :])):
@@ -88,8 +88,8 @@ class CheckpointFunction(torch.autograd.Function):
         # gradients and accumulates nothing. The outer graph adds the contributions of all regions, and then accumulates each sum
         # once.
         inputs = [
-            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else nested.rebuild()
-            for arg, nested, wanted in zip(args[: ctx.n], ctx.nested, needed)
+            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else arg
+            for arg, wanted in zip(args[: ctx.n], needed)
         ]
         with ctx.environment(), torch.enable_grad():
             outputs = ctx.region(*inputs)
@@ -128,33 +128,16 @@ class CheckpointFunction(torch.autograd.Function):
         return tuple(result)
 
 
-class _Nested:
-    """An input that is not a tensor: its containers, which are made again for each recomputation, and their values."""
-
-    def __init__(self, value: Any) -> None:
-        self._leaves, self._structure = flatten(None if isinstance(value, torch.Tensor) else value)
-        self._versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
-
-    def rebuild(self) -> Any:
-        for leaf, version in zip(self._leaves, self._versions):
-            if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
-                raise changed_in_place(version, version_of(leaf), "CheckpointFunction")
-        return self._structure.rebuild(self._leaves)
-
-
 def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context that restores the current random state and autocast state."""
+    """A function that makes a context with the current random state and autocast state."""
     device_type: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
     autocast, cpu_autocast = get_autocast_kwargs(device_type)  # type: ignore[no-untyped-call]
     random = RandomState(*inputs)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(random())
-            if autocast is not None:
-                stack.enter_context(torch.autocast(device_type, **autocast))
-            stack.enter_context(torch.autocast("cpu", **cpu_autocast))
+        of_device = contextlib.nullcontext() if autocast is None else torch.autocast(device_type, **autocast)
+        with random(), of_device, torch.autocast("cpu", **cpu_autocast):
             yield
 
     return context

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed, compress
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.random_sources import global_sources
 from hvd_ckpt.utils.torch_private import infer_device_type, top_saved_tensors_default_hooks
 from hvd_ckpt.utils.unmaterialized import present
 
@@ -27,10 +26,14 @@ class Keeper:
     Usually it holds nothing: autograd and the recorded calls hold the tensors. If other saved-tensor hooks are active (of an outer
     region that is recomputed as a whole, or ``save_on_cpu``), kept tensors must pass through those hooks. The keeper then collects
     them and saves them with autograd at the end of the forward pass.
+
+    Args:
+        compress: as in :class:`.tape.Policy`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compress: bool = False) -> None:
         self.collecting = top_saved_tensors_default_hooks(False) is not None
+        self._compresses = compress
         self._slots: dict[tuple[Any, ...], _Slot] = {}
 
     def keep(self, tensor: Tensor, user: str) -> Plain | Kept:
@@ -49,8 +52,33 @@ class Keeper:
         # Tensors that are the same view of the same memory at the same version share a slot, and are saved once.
         slot = self._slots.get(key)
         if slot is None or slot.elsewhere(tensor):
-            slot = self._slots[key] = _Slot(tensor.detach(), version, tensor.stride() if key[1:] else None)
+            stride = tensor.stride() if key[1:] else None
+            slot = self._slots[key] = _Slot(tensor.detach(), version, stride, changed=version)
         return Kept(slot, user)
+
+    def keep_new(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
+        """The object to hold in place of a tensor that the running call makes: as bits, or as it is.
+
+        Args:
+            user: the function that saves the tensor.
+            after: callbacks for the time when the running call has returned, which is when the form is chosen.
+        """
+        if not self._compresses:
+            return self.keep(tensor, user)
+        later = Later(Plain(tensor.detach(), version_of(tensor), user))
+
+        def choose() -> None:
+            with aside():
+                packed = compress(tensor)
+            if packed is None:
+                later.packed = self.keep(tensor, user)
+            elif self.collecting:
+                later.packed = dataclasses.replace(packed, payload=self.keep(packed.payload, user))
+            else:
+                later.packed = packed
+
+        after.append(choose)
+        return later
 
     def close(self) -> None:
         """Saves what was collected; called after the tape's own hooks have been left, so that the outer hooks get it.
@@ -66,17 +94,15 @@ class Keeper:
         self._slots.clear()
 
 
+@dataclasses.dataclass(eq=False)
 class _Slot:
     """A collected tensor, shared by all promises of it and freed with the last of them."""
 
-    __slots__ = ("changed", "saved", "stride", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: int, stride: tuple[int, ...] | None) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version = version
-        self.changed = version
-        self.stride = stride
-        self.saved: Any = None  # output of _Save, whose node holds the tensor
+    tensor: Tensor | None
+    version: int
+    stride: tuple[int, ...] | None
+    changed: int  # the version when it was saved
+    saved: Any = None  # output of _Save, whose node holds the tensor
 
     def elsewhere(self, tensor: Tensor) -> bool:
         """Whether the memory belongs to another tensor now, because a split parameter has been freed and its memory reused."""
@@ -119,69 +145,18 @@ class _Save(torch.autograd.Function):
         raise AssertionError("no gradient flows here")
 
 
-class Packed:
-    """A compressed tensor whose payload was collected by a keeper."""
-
-    __slots__ = ("_compressed", "_payload")
-
-    def __init__(self, compressed: Compressed, payload: Any) -> None:
-        self._compressed = dataclasses.replace(compressed, payload=compressed.payload.new_empty(0))
-        self._payload = payload
-
-    def get(self) -> Tensor:
-        """The tensor as it was."""
-        return dataclasses.replace(self._compressed, payload=self._payload.get()).restore()
-
-
+@dataclasses.dataclass(eq=False)
 class Later:
     """A tensor that is kept in another form once the call that saves it has returned.
 
     Until then, the call may still fill it: a kernel can save a tensor before it writes the values.
     """
 
-    __slots__ = ("packed",)
-
-    def __init__(self, tensor: Tensor, user: str) -> None:
-        self.packed: Any = Plain(tensor.detach(), version_of(tensor), user)
+    packed: Plain | Kept | Compressed
 
     def get(self) -> Tensor:
         """The tensor as it was."""
-        restored: Tensor = self.packed.restore() if isinstance(self.packed, Compressed) else self.packed.get()
-        return restored
-
-
-class Forms:
-    """The forms in which tensors that the code computes are kept: as bits, or as they are.
-
-    Args:
-        keeper: keeps the tensors to which no other form applies.
-        compress: as in :class:`.tape.Policy`.
-    """
-
-    def __init__(self, keeper: Keeper, compress: bool) -> None:
-        self._keeper, self._compresses = keeper, compress
-
-    def keep(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
-        """The object to hold in place of ``tensor``.
-
-        Args:
-            user: the function that saves the tensor.
-            after: callbacks for the time when the running call has returned, which is when the form is chosen.
-        """
-        if not self._compresses:
-            return self._keeper.keep(tensor, user)
-        later = Later(tensor, user)
-        after.append(lambda: setattr(later, "packed", self._choose(tensor, user)))
-        return later
-
-    def _choose(self, tensor: Tensor, user: str) -> Any:
-        with aside():
-            packed = compress(tensor)
-        if packed is None:
-            return self._keeper.keep(tensor, user)
-        if self._keeper.collecting:
-            return Packed(packed, self._keeper.keep(packed.payload, user))
-        return packed
+        return self.packed.get()
 
 
 class Kept(NamedTuple):
@@ -265,23 +240,19 @@ AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 
 def autocast_state(device: str) -> AutocastState:
     """Whether autocast is on, and its dtype, on the CPU and the device."""
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in (("cpu",) if device == "cpu" else ("cpu", device))
-    )
+    cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    if device == "cpu":
+        return (cpu,)
+    return cpu, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
 
-def autocast_context(state: AutocastState) -> Callable[[], AbstractContextManager[Any]]:
+@contextlib.contextmanager
+def autocast_context(state: AutocastState) -> Iterator[None]:
     """A context that restores a state of autocast, without its cache of casts."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in state:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
-
-    return context
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
 
 
 @contextlib.contextmanager
@@ -321,7 +292,7 @@ class RandomState:
         self._states: list[Tensor] = []
         if getattr(getattr(torch, self._kind, None), "_initialized", False):
             self._devices, self._states = get_device_states(*inputs)
-        self._python = _python_state() if python else None
+        self._python = global_sources() if python else []
 
     def moved(self) -> bool:
         """Whether random numbers have been drawn since this state was taken."""
@@ -333,30 +304,17 @@ class RandomState:
             for index, state in zip(self._devices, self._states)
         ):
             return True
-        # As text, since NumPy's state has an array in it. Its position moves with each number that is drawn.
-        return self._python is not None and repr(self._python) != repr(_python_state())
+        return any(source.moved() for source in self._python)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """A context in which random numbers are drawn from this state."""
-        outside = None if self._python is None else _python_state()
-        with torch.random.fork_rng(self._devices, device_type=self._kind):
+        with contextlib.ExitStack() as restore:
+            restore.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
             torch.set_rng_state(self._cpu)
             if self._devices:
                 set_device_states(self._devices, self._states, device_type=self._kind)
-            if self._python is not None:
-                _set_python_state(self._python)
-            try:
-                yield
-            finally:
-                if outside is not None:
-                    _set_python_state(outside)
-
-
-def _python_state() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_python_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
+            for source in self._python:
+                restore.callback(source.set, source.get())
+                source.restore()
+            yield

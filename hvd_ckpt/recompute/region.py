@@ -32,8 +32,8 @@ from hvd_ckpt.recompute.verify import (
     observe_all,
 )
 from hvd_ckpt.recompute.watch import Watch
-from hvd_ckpt.recompute.written import GENERATORS
 from hvd_ckpt.utils.frames import Frame, aside
+from hvd_ckpt.utils.random_sources import GENERATORS
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import StopRecomputationError, is_compiled, top_saved_tensors_default_hooks
 
@@ -235,11 +235,13 @@ class Region:
             self._environment.key,
             *((id(module), module.training) for module in reached.modules),
         )
-        self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
+        title = functools.partial(title_of, function)
+        self._passes, self._verification = begin_pass(owner, key, title, may_verify=preserve_random)
+        self._is_verified = self._verification is not None
+        learn = not self._passes.verified
         self._state = ForwardState(
-            reached.modules, reached.generators, reached.tensors, preserve_random, learn=self._pass.is_new
+            reached.modules, reached.generators, reached.tensors, preserve_random, learn
         )
-        self._verification = self._pass.verification
         self._saves = saves
         self._observed: list[Observation] = []
         self._watched: Watch | None = None  # while the first pass is running
@@ -301,8 +303,8 @@ class Region:
             synchronized_once(self._synchronized),
             watched as watch,
         ):
-            if self._pass.verification is None and not is_middle:
-                self._pass.recomputed()
+            if not (self._is_verified or is_middle):
+                self._passes.verified = True
             result = self._environment.run(self.function, args, kwargs, self._outside)
             if watch is not None:
                 watch(result)
@@ -334,7 +336,7 @@ class Region:
         # before they do. The reentrant variant has none, and is verified by its results.
         hooks = top_saved_tensors_default_hooks(False) if self._saves else None
         if hooks is None:
-            yield functools.partial(self._note_results, note)
+            yield lambda result: None if self._saves else note(_leaves(result))
             return
         watch = Watch(note, is_first)
         if is_first:
@@ -357,9 +359,9 @@ class Region:
             if is_first:
                 self._watched = None
 
-    def _note_results(self, note: Callable[..., None], result: Any) -> None:
-        if not self._saves:
-            note([(leaf, None) for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)])
+
+def _leaves(result: Any) -> list[tuple[torch.Tensor, None]]:
+    return [(leaf, None) for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def title_of(function: Any) -> str:

@@ -5,16 +5,18 @@ such call. Calls that are connected form a :class:`Group`. Autograd holds a :cla
 first holder that it unpacks replays the group: all calls of the group whose results or saved tensors are wanted run again, in
 their old order. Results for holders that have not been unpacked yet are cached until they are.
 
-In place of a kept tensor, autograd holds what :class:`.keeper.Keeper` and :class:`.keeper.Forms` return.
+In place of a kept tensor, autograd holds what a :class:`.keeper.Keeper` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_c
 from hvd_ckpt.recompute.environment import Modes
 from hvd_ckpt.recompute.keeper import (
     Kept,
-    Packed,
+    Later,
     Plain,
     RandomState,
     attention_kernels,
@@ -38,7 +40,6 @@ from hvd_ckpt.recompute.keeper import (
     saving_nothing,
     version_of,
 )
-from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.verify import Observation, Verification
 from hvd_ckpt.utils.spans import span
 
@@ -77,6 +78,45 @@ class Reference:
     requires_grad: bool
 
 
+class Setting:
+    """What the results of a call depend on beside its arguments; calls that ran one after the other usually share one.
+
+    Attributes:
+        grad: whether gradients were enabled.
+        autocast: whether autocast was on, and for what.
+        dtype: the default dtype.
+        modes: the modes that it ran in (of torch function modes, those outside of the tape), and the context variables.
+    """
+
+    __slots__ = ("autocast", "dtype", "grad", "modes")
+
+    def __init__(self, device: str) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.autocast = autocast_state(device)
+        self.dtype = torch.get_default_dtype()
+        self.modes = Modes()
+
+    def equals(self, other: Setting) -> bool:
+        return (
+            self.grad == other.grad
+            and self.autocast == other.autocast
+            and self.dtype == other.dtype
+            and self.modes.equals(other.modes)
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which gradients, autocast and the default dtype are as they were."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
+            if any(state[1] for state in (*self.autocast, *autocast_state(self.autocast[-1][0]))):
+                stack.enter_context(autocast_context(self.autocast))
+            if self.dtype != torch.get_default_dtype():
+                stack.enter_context(default_dtype(self.dtype))
+            yield
+
+
 class Call:
     """A torch function that ran in the forward pass.
 
@@ -85,10 +125,8 @@ class Call:
         number: calls are replayed in this order.
         inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
         wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
-        grad: whether gradients were enabled.
-        autocast: whether autocast was on, and for what.
-        dtype: the default dtype.
-        modes: the modes that it ran in (of torch function modes, those outside of the tape), and the context variables.
+        references: the results of earlier calls among its arguments, each once.
+        setting: what else its results depend on.
         random: the random state that it started from, if it has drawn random numbers.
         attention: the kernels that attention was allowed to use, if the call may be an attention.
         in_place: it changes its first argument.
@@ -98,17 +136,19 @@ class Call:
     """
 
     __slots__ = (
-        "alias", "args", "attention", "autocast", "cache", "dtype", "func", "grad", "in_place", "inner", "kwargs", "modes",
-        "number", "random", "read", "wanted",
+        "alias", "args", "attention", "cache", "func", "in_place", "inner", "kwargs", "number", "random", "read", "references",
+        "setting", "wanted",
     )  # fmt: skip
 
-    def __init__(self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Setting | None = None
+    ) -> None:
+        """``earlier`` is the setting of another call, which is kept if it is still the same."""
         self.func = func
         self.number = number
-        self.grad = torch.is_grad_enabled()
-        self.autocast = autocast_state(inputs[0].device.type if inputs else "cpu")
-        self.dtype = torch.get_default_dtype()
-        self.modes = Modes()
+        setting = Setting(inputs[0].device.type if inputs else "cpu")
+        self.setting = earlier if earlier is not None and setting.equals(earlier) else setting
+        self.references: list[Reference] = []
         self.random: RandomState | None = None
         self.attention: tuple[SDPBackend, ...] | None = None
         if not depends_on_arguments_alone(func):
@@ -134,11 +174,6 @@ class Call:
             # No number of holders uses it up: nothing can compute it again, and a further backward pass may ask for it.
             self.cache[-number] = [tensor.detach(), math.inf, version_of(tensor)]
         self.inner = 0
-
-    def references(self) -> Iterator[Reference]:
-        references: list[Reference] = []
-        map_tensors(references.append, Reference, (self.args, self.kwargs))
-        return iter(references)
 
 
 class Group:
@@ -195,12 +230,15 @@ class Group:
 
     def _replay(self) -> None:
         """Runs the calls again whose results or inner tensors are wanted, and caches these tensors."""
-        members = set(self.calls)
-        for call, results, inner in _run_again({call for call in members if call.wanted}, members):
+
+        def cache(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
             for key, count in call.wanted.items():
                 tensor = results[key] if key >= 0 else inner[-1 - key]
                 assert tensor is not None
                 call.cache[key] = [tensor, count, version_of(tensor)]
+
+        members = set(self.calls)
+        _run_again([call for call in members if call.wanted], members, cache)
 
 
 def _cached(call: Call, key: int) -> Tensor:
@@ -215,22 +253,27 @@ def _compute(reference: Reference) -> Tensor:
     """One result for another group that begins with it; nothing is cached."""
     if reference.output in reference.call.cache:
         return _cached(reference.call, reference.output)
-    result: Tensor | None = None
-    for call, results, _ in _run_again({reference.call}, None):
+    computed: list[Tensor] = []
+
+    def take(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
         if call is reference.call:
-            result = results[reference.output]
-    assert result is not None
-    return result
+            computed.append(results[reference.output])
+
+    _run_again([reference.call], None, take)
+    return computed[0]
 
 
 def _run_again(
-    wanted: set[Call], members: Container[Call] | None
-) -> Iterator[tuple[Call, list[Tensor], list[Tensor | None]]]:
+    wanted: Sequence[Call],
+    members: Container[Call] | None,
+    take: Callable[[Call, list[Tensor], list[Tensor | None]], None],
+) -> None:
     """Runs the wanted calls and the calls they depend on, in order.
 
     Args:
         members: the calls of the group that is replayed; results of other groups come from :func:`_compute`. None to compute
             results only, without inner tensors, across groups.
+        take: called with each call that has run, its results and its inner tensors.
     """
     # First backward through the references, to find the calls that are needed and to count the readers of each result; then
     # forward. A result is freed when its last reader has run.
@@ -238,7 +281,7 @@ def _run_again(
     read: set[Call] = set()
     needed, open_calls = set(wanted), list(wanted)
     while open_calls:
-        for reference in open_calls.pop().references():
+        for reference in open_calls.pop().references:
             readers[reference.call, reference.output] += 1
             # _compute() returns a result that is cached or belongs to another group.
             if reference.output in reference.call.cache if members is None else reference.call not in members:
@@ -248,102 +291,125 @@ def _run_again(
                 needed.add(reference.call)
                 open_calls.append(reference.call)
     values: dict[tuple[Call, int], Tensor] = {}
-    for call in sorted(needed, key=lambda call: call.number):
-        for reference in call.references():
-            place = (reference.call, reference.output)
-            if place not in values:
-                values[place] = _compute(reference)
-        result_needed = members is None or call in read or any(key >= 0 for key in call.wanted)
-        results, inner = _run(call, values, result_needed, inner_needed=members is not None)
-        for reference in call.references():
-            place = (reference.call, reference.output)
-            readers[place] -= 1
-            if readers[place] == 0:
-                del values[place]
-        for output, result in enumerate(results):
-            if readers[call, output]:
-                values[call, output] = result
-        yield call, results, inner
+    in_order = sorted(needed, key=lambda call: call.number)
+    for setting, calls in itertools.groupby(in_order, key=lambda call: call.setting):
+        with setting.restored():
+            for call in calls:
+                for reference in call.references:
+                    place = (reference.call, reference.output)
+                    if place not in values:
+                        values[place] = _compute(reference)
+                result_needed = members is None or call in read or any(key >= 0 for key in call.wanted)
+                results, inner = _Run(call, values, result_needed, inner_needed=members is not None).run()
+                for reference in call.references:
+                    place = (reference.call, reference.output)
+                    readers[place] -= 1
+                    if readers[place] == 0:
+                        del values[place]
+                for output, result in enumerate(results):
+                    if readers[call, output]:
+                        values[call, output] = result
+                take(call, results, inner)
+
+
+_SPECIFIED = (Stored, Scratch, Reference)
 
 
 class _Enough(Exception):
     """Ends a call early: all tensors that were wanted of it have been saved."""
 
 
-def _run(
-    call: Call, values: dict[tuple[Call, int], Tensor], result_needed: bool, inner_needed: bool
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Runs a call again; returns its results and, if needed, those of its inner tensors that are wanted.
+class _Run:
+    """Runs a call again.
 
-    Gradients are enabled as they were in the forward pass, since PyTorch also chooses kernels by that.
+    Everything that a result depends on is as it was: gradients (PyTorch also chooses kernels by that), autocast, random state,
+    attention kernels, default dtype, modes, and which arguments are the same tensor. Autograd saves nothing here: ``_pack`` sees
+    what it would save, skips the arguments, numbers the rest as ``Tape.pack`` did, and ends the call once the last wanted tensor
+    has appeared, so that a matrix product that is the last step of a call need not run.
     """
-    # Everything that a result depends on is as it was: gradients, autocast, random state, attention kernels, default dtype, modes,
-    # and which arguments are the same tensor. Autograd saves nothing here: pack() sees what it would save, skips the arguments,
-    # numbers the rest as Tape.pack() did, and ends the call once the last wanted tensor has appeared, so that a matrix product that
-    # is the last step of a call need not run.
-    name = call_name(call.func)
-    storages: list[tuple[int | None, Tensor, int]] = []
-    arguments: dict[int, Tensor] = {}
 
-    def argument(spec: Any) -> Tensor:
+    def __init__(
+        self, call: Call, values: dict[tuple[Call, int], Tensor], result_needed: bool, inner_needed: bool
+    ) -> None:
+        self._call, self._values, self._result_needed = call, values, result_needed
+        # Numbers of the inner tensors that are wanted, and the last of them.
+        self._wanted = {-1 - key for key in call.wanted if key < 0} if inner_needed else set()
+        self._last = max(self._wanted, default=-1)
+        self._arguments: dict[int, tuple[Tensor, int]] = {}  # by specification: each tensor with its version
+        self._inner: list[Tensor | None] = []
+
+    def run(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The results, and the inner tensors with None for those that are not wanted."""
+        call, results = self._call, []
+        args = map_tensors(self._argument, _SPECIFIED, call.args)
+        kwargs = map_tensors(self._argument, _SPECIFIED, call.kwargs)
+        try:
+            with self._restored(), saving_nothing(self._pack):
+                results = [
+                    result.detach() for result in tensors_in(call.setting.modes.run(call.func, args, kwargs))
+                ]
+        except _Enough:
+            pass
+        finally:
+            # A cycle otherwise: the hooks hold the arguments; after a change in place, an argument is a result, and its graph
+            # holds the hooks.
+            self._arguments.clear()
+        if len(self._inner) <= self._last:
+            raise RuntimeError(
+                f"'{call_name(call.func)}' saved {len(self._inner)} tensor(s) of its own when it was computed again, and more in "
+                "the forward pass: it must save the same tensors each time."
+            )
+        return results, self._inner
+
+    def _restored(self) -> AbstractContextManager[Any]:
+        """A context with the random state and the kernels of attention of the first time."""
+        call = self._call
+        if call.attention is None:  # a call that draws no random numbers and is no attention
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        if call.random is not None:
+            stack.enter_context(call.random())
+        if call.attention != attention_kernels():
+            stack.enter_context(sdpa_kernel(list(call.attention)))
+        return stack
+
+    def _argument(self, spec: Any) -> Tensor:
         # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
-        if id(spec) not in arguments:
-            tensor = arguments[id(spec)] = build(spec)
-            storages.append((memory_of(tensor), tensor, version_of(tensor)))
-        return arguments[id(spec)]
+        if id(spec) not in self._arguments:
+            tensor = self._build(spec)
+            self._arguments[id(spec)] = tensor, version_of(tensor)
+        return self._arguments[id(spec)][0]
 
-    def build(spec: Any) -> Tensor:
+    def _build(self, spec: Any) -> Tensor:
         if isinstance(spec, Scratch):
             return spec.tensor.clone()
-        tensor: Tensor = values[spec.call, spec.output] if isinstance(spec, Reference) else spec.kept.get()
+        tensor: Tensor = (
+            self._values[spec.call, spec.output] if isinstance(spec, Reference) else spec.kept.get()
+        )
         tensor = tensor.detach()
         if spec.requires_grad:
             tensor.requires_grad_()
-            if call.in_place and not arguments:
+            if self._call.in_place and not self._arguments:
                 tensor = _NonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
         return tensor
 
-    last = max((-1 - key for key in call.wanted if key < 0), default=-1) if inner_needed else -1
-    inner: list[Tensor | None] = []
-
-    def pack(tensor: Tensor) -> None:
-        memory = memory_of(tensor)
-        if not tensor.numel() or any(
-            (source is tensor or (memory is not None and memory == storage)) and version_of(source) == version
-            for storage, source, version in storages
-        ):
+    def _pack(self, tensor: Tensor) -> None:
+        if not tensor.numel() or self._is_argument(tensor):
             return
-        inner.append(tensor.detach() if inner_needed and -1 - len(inner) in call.wanted else None)
+        number = len(self._inner)
+        self._inner.append(tensor.detach() if number in self._wanted else None)
         # A kernel that draws random numbers may fill a tensor after it was saved (rrelu does), so such a call runs to its end.
-        if not result_needed and len(inner) > last and call.random is None:
+        if not self._result_needed and number >= self._last and self._call.random is None:
             raise _Enough
 
-    results: list[Tensor] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(call.grad))
-        args, kwargs = map_tensors(argument, (Stored, Scratch, Reference), (call.args, call.kwargs))
-        # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
-        if any(state[1] for state in (*call.autocast, *autocast_state(call.autocast[-1][0]))):
-            stack.enter_context(autocast_context(call.autocast)())
-        if call.random is not None:
-            stack.enter_context(call.random())
-        if call.attention is not None and call.attention != attention_kernels():
-            stack.enter_context(sdpa_kernel(list(call.attention)))
-        if call.dtype != torch.get_default_dtype():
-            stack.enter_context(default_dtype(call.dtype))
-        stack.enter_context(saving_nothing(pack))
-        # A cycle otherwise: the hooks hold ``pack``, which holds the arguments; after a change in place, an argument is a result,
-        # and its graph holds the hooks.
-        stack.callback(storages.clear)
-        stack.callback(arguments.clear)
-        with contextlib.suppress(_Enough):
-            results = [result.detach() for result in tensors_in(call.modes.run(call.func, args, kwargs))]
-    if len(inner) <= last:
-        raise RuntimeError(
-            f"'{name}' saved {len(inner)} tensor(s) of its own when it was computed again, and more in the forward pass: it must "
-            "save the same tensors each time."
+    def _is_argument(self, tensor: Tensor) -> bool:
+        """Whether it is an argument that has not changed since, or a view of one."""
+        memory = memory_of(tensor)
+        return any(
+            (source is tensor or (memory is not None and memory_of(source) == memory))
+            and version_of(source) == version
+            for source, version in self._arguments.values()
         )
-    return results, inner
 
 
 class _NonLeaf(torch.autograd.Function):
@@ -404,6 +470,6 @@ class Holder:
         return tensor
 
 
-def unpack(packed: Holder | Plain | Kept | Packed | Compressed) -> Tensor:
+def unpack(packed: Holder | Plain | Kept | Later) -> Tensor:
     """The tensor that was packed; the inverse of :meth:`.tape.Tape.pack`."""
-    return packed.restore() if isinstance(packed, Compressed) else packed.get()
+    return packed.get()

@@ -28,57 +28,32 @@ _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class _ElementOrder:
-    """Order of the elements in memory.
-
-    A tensor that is dense in some order of its dimensions (channels-last, a transpose) is restored in that order, so that the next
-    operation takes the same code path. Other tensors are restored contiguous.
-    """
-
-    shape: torch.Size  # in order of memory
-    order: tuple[int, ...]  # of the original dimensions, by memory
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _ElementOrder]:
-        """The elements in one dimension and their layout. Dense elements are not copied."""
-        strides = tensor.stride()
-        order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-        by_memory = tensor.permute(order)
-        if not by_memory.is_contiguous():
-            order = tuple(range(tensor.dim()))
-            by_memory = tensor.contiguous()
-        return by_memory.reshape(-1), cls(by_memory.shape, order)
-
-    def apply(self, flat: torch.Tensor) -> torch.Tensor:
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view(self.shape).permute(inverse)
-
-
-@dataclass(frozen=True, eq=False)
 class Compressed:
     """A tensor in bits, as :func:`compress` returns it.
 
+    A tensor that is dense in some order of its dimensions (channels-last, a transpose) is restored in that order, so that the next
+    operation takes the same code path. Other tensors are restored contiguous.
+
     Attributes:
-        payload: a bit for each element, one-dimensional, on the device of the tensor.
+        payload: a bit for each element, one-dimensional, on the device of the tensor; or an object whose ``get()`` returns them.
         dtype: dtype of the tensor.
+        pattern: of the elements other than zero.
+        shape, order: sizes and numbers of the dimensions, in the order in which they lie in memory.
     """
 
-    payload: torch.Tensor
+    payload: Any
     dtype: torch.dtype
-    _layout: _ElementOrder
-    _pattern: int  # of the elements other than zero
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload."""
-        return self.payload.nbytes
+    pattern: int
+    shape: torch.Size
+    order: tuple[int, ...]
 
     @torch.no_grad()
-    def restore(self) -> torch.Tensor:
+    def get(self) -> torch.Tensor:
         """The tensor with its dtype, shape and values, in new memory; with its strides if it was dense, else contiguous."""
-        return self._layout.apply(
-            _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
-        )
+        payload = self.payload if isinstance(self.payload, torch.Tensor) else self.payload.get()
+        flat = _unpack(payload, self.shape.numel(), self.pattern, self.dtype)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.view(self.shape).permute(inverse)
 
 
 @torch.no_grad()
@@ -99,9 +74,13 @@ def compress(tensor: torch.Tensor) -> Compressed | None:
     held = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride()):
         held *= size if stride else 1  # an expanded dimension takes no memory
-    flat, layout = _ElementOrder.of(tensor.detach())
-    packed = _pack(flat, held)
-    return None if packed is None else Compressed(packed[0], tensor.dtype, layout, packed[1])
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    by_memory = tensor.detach().permute(order)
+    if not by_memory.is_contiguous():
+        order, by_memory = tuple(range(tensor.dim())), tensor.detach().contiguous()
+    packed = _pack(by_memory.reshape(-1), held)
+    return None if packed is None else Compressed(packed[0], tensor.dtype, packed[1], by_memory.shape, order)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def _run(
 ) -> Any:
     if not inputs and "input" in shared:  # PyTorch's name for the only input
         inputs = (shared.pop("input"),)
-    parts = _cut(layers, split(len(layers), segments), shared)
+    parts = cut(layers, split(len(layers), segments), shared)
     result: Any = None
     for part in parts:
         keywords = {name: value for name, value in shared.items() if name in part.accepted_names}
@@ -151,6 +152,7 @@ def _run(
     return result
 
 
+@dataclass(eq=False)
 class LayerSegment(Chained):
     """Consecutive layers of a chain as one function.
 
@@ -161,15 +163,15 @@ class LayerSegment(Chained):
         first: index of its first layer in the chain.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], accepted: Sequence[frozenset[str]], number: int, count: int, first: int
-    ) -> None:
-        self.layers = layers
-        self.accepted = accepted
-        self.accepted_names = frozenset().union(*accepted)
-        self.number = number
-        self.count = count
-        self.first = first
+    layers: Sequence[Layer]
+    accepted: Sequence[frozenset[str]]
+    number: int
+    count: int
+    first: int
+
+    @property
+    def accepted_names(self) -> frozenset[str]:
+        return frozenset().union(*self.accepted)
 
     def __str__(self) -> str:
         last = self.first + len(self.layers) - 1
@@ -269,7 +271,12 @@ def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[st
     return named
 
 
-def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[LayerSegment]:
+def cut(layers: Sequence[Layer], lengths: Sequence[int], shared: Collection[str]) -> list[LayerSegment]:
+    """Segments of these lengths, which take the keyword arguments of these names.
+
+    Raises:
+        TypeError: no layer accepts one of them.
+    """
     accepted = [accepted_names(layer, shared) if shared else frozenset[str]() for layer in layers]
     for name in shared:
         if not any(name in names for names in accepted):

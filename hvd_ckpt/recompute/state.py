@@ -14,18 +14,15 @@ The settings and modes around it are those of :mod:`.environment`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.random_sources import Source, global_sources, source_of
 from hvd_ckpt.utils.torch_private import DisableTorchFunction
 
 
@@ -106,7 +103,7 @@ class ForwardState:
         self._tensors = tensors
         self._learn = learn
         self._preserve_random, self._generators = preserve_random, generators
-        self._random: list[_Source] = []
+        self._random: list[Source] = []
         self._spaces: list[Namespace] | None = None  # while the pass is running
         self._written: list[Written] = []
         self.lost: list[str] = []
@@ -131,7 +128,7 @@ class ForwardState:
             (id(generator), generator) for space in self._spaces for generator in space.generators
         )
         if self._preserve_random:
-            self._random = [*_global_sources(), *map(_source, generators.values())]
+            self._random = [*global_sources(), *map(source_of, generators.values())]
         try:
             yield
         finally:
@@ -176,81 +173,10 @@ class ForwardState:
             restore.enter_context(requiring_grad(tensors, flags))
             for source in self._random:
                 restore.callback(source.set, source.get())
-                source.set(source.state)
+                source.restore()
             if self._written:
                 scratch: dict[int, Tensor] = {}
                 with aside():
                     for written in self._written:
                         restore.callback(written.give(scratch))
             yield
-
-
-# ---------------------------------------------------------------------------------------- random state
-
-
-class _Source(NamedTuple):
-    """A source of random numbers and its noted state."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    state: Any
-
-    def moved(self) -> bool:
-        return not _equal(self.get(), self.state)
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, np.ndarray):
-        return np.array_equal(ours, theirs)
-    if isinstance(ours, dict):
-        return all(_equal(value, theirs[name]) for name, value in ours.items())
-    # A long tuple has plain numbers, as the 625 of Python's generator, and is compared at once.
-    if isinstance(ours, tuple) and len(ours) < 100:
-        return all(map(_equal, ours, theirs))
-    return bool(ours == theirs)
-
-
-def _source(generator: Any) -> _Source:
-    if isinstance(generator, random.Random):
-        return _Source(generator.getstate, generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return _Source(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state)
-    return _Source(generator.get_state, generator.set_state, generator.get_state())
-
-
-class _NumpyState:
-    """State of NumPy's global generator. Reading it takes 30 us; comparing its memory with the last reading takes less than one."""
-
-    def __init__(self) -> None:
-        self._known: tuple[bytes, Any] | None = None
-
-    def get(self) -> Any:
-        """The state, as of ``np.random.get_state()``."""
-        words = self._words()
-        if self._known is None or words is None or self._known[0] != words or self._known[1][3]:
-            state = np.random.get_state()
-            # The generator may hold a second normal number in reserve: drawing that one leaves the words as they are.
-            self._known = (words, state) if words is not None else None
-            return state
-        return self._known[1]
-
-    @staticmethod
-    def _words() -> bytes | None:
-        """The words of the Mersenne twister and its position; None for another generator."""
-        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if type(bits) is not np.random.MT19937:
-            return None
-        return ctypes.string_at(bits.ctypes.state_address, 4 * 624 + 4)
-
-
-_numpy = _NumpyState()
-
-
-def _global_sources() -> list[_Source]:
-    return [
-        _Source(random.getstate, random.setstate, random.getstate()),
-        _Source(_numpy.get, np.random.set_state, _numpy.get()),
-    ]

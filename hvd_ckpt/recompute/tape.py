@@ -35,14 +35,15 @@ from hvd_ckpt.recompute.calls import (
     UNTRACKED,
     call_name,
     changed_by,
+    changes_nothing,
     depends_on_arguments_alone,
     map_tensors,
     statistics_of,
     tensors_in,
 )
 from hvd_ckpt.recompute.environment import Environment
-from hvd_ckpt.recompute.keeper import Forms, Keeper, memory_of, version_of
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
+from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View, unpack
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
@@ -91,16 +92,27 @@ class _Tag(NamedTuple):
 _Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
 
 
-class _Running(NamedTuple):
-    """The torch function that is running."""
+class _Running:
+    """The torch function that is running.
 
-    func: Callable[..., Any]
-    inputs: _Inputs
-    call: Call | None  # None: its results are not dropped
-    group: Group | None
-    inner: list[Tensor]  # new tensors that it has saved, if they may have to be kept after all
-    # Called when it has returned: until then, it may still fill what it has saved.
-    after: list[Callable[[], object]]
+    Attributes:
+        name: its name.
+        inputs: None until they are needed, for a function that changes none of them.
+        call, group: None if its results are not dropped.
+        inner: new tensors that it has saved, if they may have to be kept after all.
+        after: called when it has returned: until then, it may still fill what it has saved.
+    """
+
+    __slots__ = ("after", "args", "call", "func", "group", "inner", "inputs", "kwargs", "name")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name = call_name(func)
+        self.inputs: _Inputs | None = None
+        self.call: Call | None = None
+        self.group: Group | None = None
+        self.inner: list[Tensor] = []
+        self.after: list[Callable[[], object]] = []
 
 
 @disable_dynamo
@@ -146,7 +158,7 @@ def _verification(function: Callable[..., Any], policy: Policy) -> Verification 
     # The policy itself and not its id, which a later policy of this function may get again.
     key = (policy, getattr(owner, "training", None), is_undisturbed(), Environment().key)
     title = getattr(owner, "__qualname__", type(owner).__name__)
-    return begin_pass(owner, key, lambda: title).verification
+    return begin_pass(owner, key, lambda: title)[1]
 
 
 class Tape(TorchFunctionMode):
@@ -161,9 +173,8 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self._verification = verification
         self.depth = depth()
-        self.keeper = Keeper()
+        self.keeper = Keeper(policy.compress)
         self._policy = policy
-        self._forms = Forms(self.keeper, policy.compress)
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
@@ -171,6 +182,7 @@ class Tape(TorchFunctionMode):
         self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
         # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass.
         self._written: set[int] = set()
+        self._setting: Setting | None = None  # of the last dropped call
         self._token = object()  # tells this tape's marks on tensors from those of earlier tapes
 
     def __torch_function__(
@@ -202,52 +214,56 @@ class Tape(TorchFunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
-        # Read before the call: a version that has grown afterwards shows a change in place, which may also have made a tensor
-        # require a gradient.
         number = self._count
-        inputs = [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
-        needs_grad = [tensor.requires_grad for tensor, _, _ in inputs]
-        self._protect(func, args, kwargs)
-        call = group = None
-        if self._drops(number, func) and self._repeatable(func, args, kwargs, inputs):
-            call = Call(func, number, [tensor for tensor, _, _ in inputs])
-            group = Group()
-            self._begin(call)
-        running = _Running(func, inputs, call, group, [], [])
+        running = _Running(func, args, kwargs)
+        drops = self._drops(number, running.name)
+        needs_grad: list[bool] = []
+        may_change = "out" in kwargs or not changes_nothing(func)
+        if drops or may_change:
+            # Read before the call: a version that has grown afterwards shows a change in place, which may also have made a tensor
+            # require a gradient.
+            running.inputs = self._inputs(args, kwargs)
+            needs_grad = [tensor.requires_grad for tensor, _, _ in running.inputs]
+            if may_change:
+                self._protect(func, args, kwargs)
+            if drops and self._repeatable(func, args, kwargs, running.inputs, may_change):
+                running.call = Call(func, number, [tensor for tensor, _, _ in running.inputs], self._setting)
+                running.group = Group()
+                self._setting = running.call.setting
+                self._begin(running.call)
         outer, self._running = self._running, running
         try:
             result = func(*args, **kwargs)
         finally:
             self._running = outer
-        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+        outputs = [result] if isinstance(result, Tensor) else tensors_in(result)
         for finish in running.after:
             finish()
-        if call is not None:
-            call.ran()
+        if running.call is not None:
+            running.call.ran()
             if not outputs:
-                call.keep(running.inner)
+                running.call.keep(running.inner)
         if outputs:
             self._count += 1
-            if call is not None and group is not None:
-                self._record(call, group, args, kwargs, running, needs_grad, outputs)
-            elif self._dropped and not self._expected(number, func):
+            if running.call is not None:
+                self._record(running, needs_grad, outputs)
+            elif self._dropped and not self._expected(number, running.name):
                 # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
         return result
 
-    def _may_keep(self, func: Callable[..., Any]) -> bool:
-        """Whether the saved tensors of a call may have to be kept, because it may change its arguments past its schema."""
-        return not depends_on_arguments_alone(func)
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+        return [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
 
     def _begin(self, call: Call) -> None:
         """Called before a droppable call runs; for subclasses (``planning.trace``)."""
 
-    def _drops(self, number: int, func: Callable[..., Any]) -> bool:
-        return number in self._dropped and self._expected(number, func)
+    def _drops(self, number: int, name: str) -> bool:
+        return number in self._dropped and self._expected(number, name)
 
-    def _expected(self, number: int, func: Callable[..., Any]) -> bool:
+    def _expected(self, number: int, name: str) -> bool:
         calls = self._policy.calls
-        return number < len(calls) and calls[number] == call_name(func)
+        return number < len(calls) and calls[number] == name
 
     @staticmethod
     def _repeatable(
@@ -255,6 +271,7 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: _Inputs,
+        may_change: bool,
     ) -> bool:
         """Whether the call gives the same results when it runs again with the same arguments.
 
@@ -265,7 +282,7 @@ class Tape(TorchFunctionMode):
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
         ):
             return False
-        changed = changed_by(func, args, kwargs)
+        changed = changed_by(func, args, kwargs) if may_change else []
         if not changed:
             return True
         first, _, tag = inputs[0]
@@ -303,29 +320,25 @@ class Tape(TorchFunctionMode):
                     copy = stored.kept.peek().clone()
                 stored.kept = self.keeper.keep(copy, call_name(call.func))
 
-    def _record(
-        self,
-        call: Call,
-        group: Group,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        running: _Running,
-        needs_grad: list[bool],
-        outputs: tuple[Tensor, ...],
-    ) -> None:
+    def _record(self, running: _Running, needs_grad: list[bool], outputs: list[Tensor]) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
         # A call that has run changes nothing, or running statistics (which a replay updates in scratch copies), or its first
         # argument, if it returns that and it is a dropped result itself. Whatever else it has changed, its results are kept.
-        inputs = running.inputs
+        call, group, inputs, args, kwargs = (
+            running.call,
+            running.group,
+            running.inputs,
+            running.args,
+            running.kwargs,
+        )
+        assert call is not None and group is not None and inputs is not None
         changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
+        sources = {id(tensor) for tensor, _, _ in inputs}
         new = [
-            (output, tensor)
-            for output, tensor in enumerate(outputs)
-            if changed or not any(tensor is source for source, _, _ in inputs)
+            (output, tensor) for output, tensor in enumerate(outputs) if changed or id(tensor) not in sources
         ]
         if not new and not call.inner:
             return
-        name = call_name(call.func)
         scratch = statistics_of(call.func, args, kwargs)
         changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
         if changed:
@@ -344,21 +357,24 @@ class Tape(TorchFunctionMode):
         # not fresh, so that a later call which changes it in place cannot be dropped.
         foreign: set[int | None] = set()
         for (tensor, _, tag), requires_grad in zip(inputs, needs_grad):
-            if tag is None or not tag.fresh:
-                foreign.add(memory_of(tensor))
             if id(tensor) in specified:
                 continue
-            if any(tensor is statistic for statistic in scratch):
+            memory = None
+            if tag is None or not tag.fresh:
+                memory = memory_of(tensor)
+                foreign.add(memory)
+            if scratch and any(tensor is statistic for statistic in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
-                specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, name), requires_grad)
-                self._stored.setdefault(memory_of(tensor) or 0, []).append((weakref.ref(stored), call))
+                specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, running.name), requires_grad)
+                self._stored.setdefault(memory or 0, []).append((weakref.ref(stored), call))
             else:
                 # The argument is a dropped result: the two calls are replayed together, except across a break.
                 tag.call.read = True
                 if tag.call.number not in self._policy.breaks:
                     group.merge(tag.group.root())
-                specified[id(tensor)] = Reference(tag.call, tag.output, requires_grad)
+                specified[id(tensor)] = reference = Reference(tag.call, tag.output, requires_grad)
+                call.references.append(reference)
         call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
         group.add(call)
         for output, tensor in new:
@@ -382,9 +398,13 @@ class Tape(TorchFunctionMode):
         running = self._running
         if running is None:
             return self.keeper.keep(tensor, "a custom autograd function")
-        name = call_name(running.func)
+        name = running.name
         if not tensor.numel():
             return self.keeper.keep(tensor, name)
+        if running.inputs is None:
+            if any(value is tensor for value in running.args):
+                return self.keeper.keep(tensor, name)
+            running.inputs = self._inputs(running.args, running.kwargs)
         memory = memory_of(tensor)
         for source, version, tag in running.inputs:
             same = source is tensor or (memory is not None and memory_of(source) == memory)
@@ -402,9 +422,9 @@ class Tape(TorchFunctionMode):
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
-            return self._forms.keep(tensor, name, running.after)
+            return self.keeper.keep_new(tensor, name, running.after)
         running.call.inner += 1
-        if self._may_keep(running.func):
+        if not depends_on_arguments_alone(running.func):  # it may change its arguments past its schema
             running.inner.append(tensor)
         holder = _hold(running.group, running.call, -running.call.inner)
         if self._verification is not None:

@@ -79,42 +79,26 @@ _when: str | int = read_when(os.environ.get(VARIABLE) or "first", VARIABLE)
 
 
 @dataclass
-class _Counts:
-    """The passes through one region so far.
+class Passes:
+    """The passes through one region so far: first passes and their recomputations.
 
     Attributes:
         begun: number of passes.
-        verified: whether a recomputation has been compared and was right.
+        verified: whether a recomputation has been compared and was right, or needed no comparison.
     """
 
     begun: int = 0
     verified: bool = False
 
 
-_passes: weakref.WeakKeyDictionary[Any, dict[Hashable, _Counts]] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Any, dict[Hashable, Passes]] = weakref.WeakKeyDictionary()
 """By an object that lives as long as the region, such as a module, and by what else the region depends on."""
 
 
-@dataclass(eq=False)
-class Pass:
-    """One pass through a region: a first pass and its recomputations.
-
-    Attributes:
-        is_new: whether no pass through this region has been recomputed yet.
-        verification: observes and compares tensors; None in a pass that is not verified.
-    """
-
-    is_new: bool
-    verification: Verification | None
-    _counts: _Counts
-
-    def recomputed(self) -> None:
-        """Called after a recomputation that is not verified, and not in the middle of the first pass."""
-        self._counts.verified = True
-
-
-def begin_pass(owner: Any, key: Hashable, title: Callable[[], str], may_verify: bool = True) -> Pass:
-    """Begins a pass through a region.
+def begin_pass(
+    owner: Any, key: Hashable, title: Callable[[], str], may_verify: bool = True
+) -> tuple[Passes, Verification | None]:
+    """Begins a pass through a region; its verification observes and compares tensors, and is None if it is not verified.
 
     Args:
         owner: a module or another object that lives as long as the region.
@@ -122,13 +106,13 @@ def begin_pass(owner: Any, key: Hashable, title: Callable[[], str], may_verify: 
         title: returns a description of the region, for errors.
         may_verify: False for a region whose recomputation may differ by design.
     """
-    counts = _passes.setdefault(owner, {}).setdefault(key, _Counts())
-    counts.begun += 1
+    passes = _passes.setdefault(owner, {}).setdefault(key, Passes())
+    passes.begun += 1
     if isinstance(_when, int):
-        due = (counts.begun - 1) % _when == 0
+        due = (passes.begun - 1) % _when == 0
     else:
-        due = _when == "always" or (_when == "first" and not counts.verified)
-    return Pass(not counts.verified, Verification(title, counts) if due and may_verify else None, counts)
+        due = _when == "always" or (_when == "first" and not passes.verified)
+    return passes, Verification(title, passes) if due and may_verify else None
 
 
 # ---------------------------------------------------------------------------------------- what
@@ -294,7 +278,7 @@ class Verification:
     """
 
     _title: Callable[[], str]
-    _counts: _Counts
+    _passes: Passes
     # Whether the first pass is over: a recomputation in the middle of it proves nothing about the rest.
     is_over: bool = True
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
@@ -345,7 +329,7 @@ class Verification:
             )
         # One right pass is enough for "first". A wrong one leaves the region unverified, so that the next
         # pass is observed too.
-        self._counts.verified = self._counts.verified or (self.is_over and not mismatches)
+        self._passes.verified = self._passes.verified or (self.is_over and not mismatches)
         return mismatches
 
     def error(self, differences: list[str]) -> RecomputationMismatch:

@@ -14,14 +14,12 @@ Batch norms write their statistics past the version counters; their count of bat
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -29,11 +27,9 @@ from torch.nn.parameter import is_lazy
 from hvd_ckpt.batchnorm.deferred import STATISTICS, statistics_version
 from hvd_ckpt.recompute.keeper import bytes_of, version_of
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.random_sources import GENERATORS
 from hvd_ckpt.utils.torch_private import unsafe_preserve_version_counter
 from hvd_ckpt.utils.unmaterialized import is_absent
-
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Objects that draw random numbers from a state of their own."""
 
 SMALL_BYTES = 1 << 16
 """Buffers and attributes of modules up to this size are copied before each first pass, unless the last copy is still valid."""

@@ -15,7 +15,6 @@ What is not usual:
     flags         what ranks tell each other: control flags, and reports
     further       further rounds: late gradients, and those that no bucket had
     gradients     what stands in ``p.grad`` before a synchronization, and changes by hand
-    results       changes of gradients after a synchronization
     adasum        updates in place of gradients (op=Adasum)
 
 The optimizer:

@@ -7,7 +7,8 @@ is done per tensor, when all gradients are final, in a fixed order; nothing is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from horovod.torch.mpi_ops import Adasum, global_process_set
 
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.communicator import decode, encode
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.phases import Phase
+from hvd_ckpt.reduction.reducer import Reducer
 
 
 def adasum_unavailable() -> str | None:
@@ -28,34 +32,60 @@ def adasum_unavailable() -> str | None:
     return None
 
 
-def adasum_step(
-    named_parameters: Sequence[tuple[str, torch.Tensor]],
-    local_step: Callable[[], Any],
-    identity: int,
-    compression: Any,
-) -> None:
-    """Runs ``local_step()`` and replaces every parameter's change by the Adasum of all ranks' changes.
+class AdasumOptimizer(ReducedOptimizer):
+    """A ``DistributedOptimizer`` whose step combines what the ranks' own steps have changed; ``p.grad`` stays each rank's own."""
 
-    Args:
-        named_parameters: all parameters, in the same order on every rank.
-        local_step: the wrapped optimizer's own step on this rank's gradients.
-    """
-    # Adasum needs every rank for each tensor. A parameter that one rank has used is therefore combined on all, changed or not.
-    flags = torch.tensor(
-        [parameter.grad is not None for _, parameter in named_parameters], dtype=torch.float32
-    )
-    used = Collectives(global_process_set, f"hvd_ckpt.{identity}.adasum").sum(flags, "flags")
-    moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
-    with torch.no_grad():
-        starts = [parameter.detach().clone() for _, parameter in moving]
-    local_step()
-    with torch.no_grad():
-        for (name, parameter), start in zip(moving, starts):
-            change = parameter.detach() - start
-            flat = change.contiguous().view(-1)
-            wire, context = encode(flat, compression)
-            mpi_ops.synchronize(
-                mpi_ops.allreduce_async_(wire, name=f"hvd_ckpt.{identity}.adasum.{name}", op=Adasum)
-            )
-            decode(wire, context, compression, flat)
-            parameter.copy_(start.add_(flat.view(change.shape)))
+    reducer: Reducer
+    reduces_updates = finds_overflow_alone = True
+    has_unreduced = False
+
+    def _reduce(self) -> bool:
+        self._phase = Phase.SYNCHRONIZED
+        return False
+
+    def skip_synchronize(self) -> Any:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def reduce_for_caller(self) -> None:
+        """Does nothing: a caller changes this rank's own gradients."""
+
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        try:
+            with super().without_reduction():
+                yield
+        finally:
+            self.reducer.end_step()
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step of the wrapped optimizer, and replaces every parameter's change by the Adasum of all ranks' changes."""
+        self.check_own_weights("step()")
+        self.keep_groups(self)
+        self.reducer.check_owner()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.reducer.hook_parameters()
+        assignment, prefix = self.reducer.assignment, f"hvd_ckpt.{self.identity}.adasum"
+        # Adasum needs every rank for each tensor. A parameter that one rank has used is therefore combined on all, changed or not.
+        flags = [parameter.grad is not None for parameter in assignment.parameters]
+        used = Collectives(global_process_set, prefix).sum(torch.tensor(flags, dtype=torch.float32), "flags")
+        named = zip(assignment.names, assignment.parameters, used)
+        moving = [(name, parameter) for name, parameter, ranks in named if ranks]
+        with torch.no_grad():
+            starts = [parameter.detach().clone() for _, parameter in moving]
+        self._local_step(None)
+        with torch.no_grad():
+            for (name, parameter), start in zip(moving, starts):
+                change = parameter.detach() - start
+                flat = change.contiguous().view(-1)
+                wire, context = encode(flat, self._compression)
+                mpi_ops.synchronize(mpi_ops.allreduce_async_(wire, name=f"{prefix}.{name}", op=Adasum))
+                decode(wire, context, self._compression, flat)
+                parameter.copy_(start.add_(flat.view(change.shape)))
+        self.reducer.end_step()
+        self._phase = Phase.STEPPED
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]

@@ -345,23 +345,32 @@ def check_described(
             )
 
 
-def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | None) -> None:
-    """Compares the options of a call in which all processes take part, before anything else happens. Collective.
+def agree_on_options(
+    call: str,
+    options: Mapping[str, Any],
+    error: Exception | None,
+    brought: Any = None,
+    process_set: Any = None,
+) -> list[Any]:
+    """Compares the options of a call on all ranks, before anything else happens, and returns what else each brings. Collective.
 
     Args:
-        call: in words.
         options: result of :func:`described`.
-        error: what is wrong with the arguments on this process.
+        process_set: the ranks; by default all processes, of all pipeline stages.
 
     Raises:
         ValueError: an option differs between ranks; on every rank, naming option and ranks.
         Exception: the arguments are the same, and some rank brings an error; on every rank.
     """
-    gathered = of_all_processes((dict(options), None if error is None else Failure.of(error)), call)
+    own = (dict(options), None if error is None else Failure.of(error), brought)
+    gathered = (
+        of_all_processes(own, call) if process_set is None else allgather_objects(own, process_set, call)
+    )
     # Options come before errors: where they differ, that explains the error of a single rank.
-    options_of, failures = zip(*gathered)
+    options_of, failures, of_ranks = zip(*gathered)
     check_described(dict(enumerate(options_of)), call, failures)
     raise_first_failure(error, failures)
+    return list(of_ranks)
 
 
 def check_parameters(

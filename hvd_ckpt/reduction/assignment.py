@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
@@ -55,11 +56,10 @@ def lay_out(
             tail_from -= 1
 
     kinds = {index: (parameter.dtype, parameter.device) for index, parameter in placed.items()}
-    uneven = {index: is_uneven(parameter) for index, parameter in placed.items()}
     places = (
         (
             place,
-            (kinds[index], uneven[index], place >= tail_from if keys is None else keys[index]),
+            (kinds[index], is_uneven(placed[index]), place >= tail_from if keys is None else keys[index]),
             nbytes[index],
         )
         for place, index in enumerate(order)
@@ -103,18 +103,11 @@ def _group_keys(
     if groups is None or groups == 0:
         return None
     if isinstance(groups, int):
-        count = min(groups, max(len(order), 1))
-        base, longer = divmod(len(order), count)
-        keys: dict[int, object] = {}
-        start = 0
-        for group in range(count):
-            # 10 parameters in 4 groups are 3, 3, 2 and 2.
-            size = base + (group < longer)
-            for index in order[start : start + size]:
-                keys[index] = group
-            start += size
-        return keys
-    keys = {index: ("alone", index) for index in order}
+        parts = np.array_split(
+            order, min(groups, max(len(order), 1))
+        )  # 10 parameters in 4 groups are 3, 3, 2 and 2
+        return {int(index): group for group, part in enumerate(parts) for index in part}
+    keys: dict[int, object] = {index: ("alone", index) for index in order}
     for number, group_of_indices in enumerate(groups):
         for index in group_of_indices:
             keys[index] = number

@@ -14,16 +14,14 @@ from horovod.torch.mpi_ops import global_process_set
 from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.reduction.agreement import (
     MESSAGE,
-    Failure,
     ParameterFacts,
+    agree_on_options,
     allgather_objects,
     broadcast_from,
-    check_described,
     check_parameters,
     described,
     digest,
     meet_after_join,
-    raise_first_failure,
 )
 from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
@@ -110,7 +108,7 @@ def join(device: int = -1) -> int:
             "process_set": members != global_process_set and members.included() and members.size() > 1,
         })  # fmt: skip
         # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
-        if optimizer.reducer is not None and optimizer.reducer.has_in_flight:
+        if optimizer.reducer is not None and optimizer.reducer.in_flight:
             raise RuntimeError(
                 f"join() was called while gradients of {type(optimizer).__name__} are being reduced that no step has used; call "
                 f"its step() or synchronize() on every rank first"
@@ -146,14 +144,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     facts = [
         replace(ParameterFacts.of(*pair), stride=(), device_type="", requires_grad=False) for pair in tensors
     ]
-    failure = None if error is None else Failure.of(error)
     live = Live()
-    gathered = allgather_objects(
-        (described(root_rank=root_rank), failure, digest(facts), live.states), global_process_set, call
-    )
-    options, failures, digests, states = zip(*gathered)
-    check_described(dict(enumerate(options)), call)
-    raise_first_failure(error, failures)
+    own, brought = described(root_rank=root_rank), (digest(facts), live.states)
+    digests, states = zip(*agree_on_options(call, own, error, brought, global_process_set))
     if len(set(digests)) > 1:
         check_parameters(allgather_objects(facts, global_process_set, f"{call}: tensors"))
         raise ValueError(f"{call}: a name is given more often on some ranks than on others")
@@ -202,28 +195,25 @@ def broadcast_optimizer_state(
             check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
     except ValueError as exception:
         error = exception
-    failure = None if error is None else Failure.of(error)
-    gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
-    options_of, replicated, failures = zip(*gathered)
-    check_described(dict(enumerate(options_of)), call)
-    raise_first_failure(error, failures)
+    states = agree_on_options(call, options, error, common_state(optimizer), global_process_set)
     tensors: list[torch.Tensor] = []
+    entries = _entries(optimizer, bool(stage))
     outline = None
     if mpi_ops.rank() == root_rank:
-        outline = [_outline_group(optimizer, group, tensors, bool(stage)) for group in optimizer.param_groups]
+        outline = {key: _outline(value, tensors, parameter) for key, (value, parameter) in entries.items()}
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
-    if mpi_ops.rank() != root_rank:
-        # In the order of _outline_group(), options before states: tensors are matched by their place in the list alone.
-        for group, (values, states) in zip(optimizer.param_groups, outline):
-            group.update(_rebuild(values, tensors, group["params"][0] if group["params"] else None))
-            own = {} if stage else dict(zip(_names_in(optimizer, group), group["params"]))
-            for name, state in states:
-                if state:
-                    optimizer.state[own[name]] = _rebuild(state, tensors, own[name])
-                else:
-                    optimizer.state.pop(own[name], None)
+    # In the order of the root's entries: tensors are matched by their place in the list alone.
+    for (number, name), outlined in outline.items() if mpi_ops.rank() != root_rank else ():
+        _, parameter = entries[number, name]
+        value = _rebuild(outlined, tensors, parameter)
+        if name is None:
+            optimizer.param_groups[number].update(value)
+        elif value:
+            optimizer.state[parameter] = value
+        else:
+            optimizer.state.pop(parameter, None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
-    level(optimizer, dict(enumerate(replicated)), root_rank)
+    level(optimizer, dict(enumerate(states)), root_rank)
 
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
@@ -242,19 +232,18 @@ class _TensorOutline:
     beside_parameter: bool
 
 
-def _outline_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor], sharded: bool
-) -> tuple[Any, list[tuple[str, Any]]]:
-    """A group's options, and the state of each of its parameters by name; none where it is sharded."""
-    first = group["params"][0] if group["params"] else None
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    options = _outline(own, tensors, first)
-    pairs = [] if sharded else list(zip(_names_in(optimizer, group), group["params"]))
-    states = [
-        (name, _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter))
-        for name, parameter in pairs
-    ]
-    return options, states
+def _entries(
+    optimizer: torch.optim.Optimizer, sharded: bool
+) -> dict[tuple[int, str | None], tuple[dict[str, Any], Any]]:
+    """What is sent, with the parameter that it is of: each group's options, by the group's number; and the state of each of its
+    parameters, by number and name, unless it is sharded."""
+    entries: dict[tuple[int, str | None], tuple[dict[str, Any], Any]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        entries[number, None] = options, next(iter(group["params"]), None)
+        for name, parameter in () if sharded else zip(_names_in(optimizer, group), group["params"]):
+            entries[number, name] = dict(optimizer.state.get(parameter, {})), parameter
+    return entries
 
 
 def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
@@ -282,10 +271,8 @@ def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor 
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
 ) -> None:
-    """Broadcasts one rank's values in place. All ranks of the set call it with tensors of the same names, shapes and dtypes.
-
-    Args:
-        root_rank: among all ranks.
+    """Broadcasts the values of a rank of the job in place. All ranks of the set call it with tensors of the same names, shapes and
+    dtypes.
     """
     collectives = Collectives(process_set, name)
     # All broadcasts begin before the first one is waited for. Until then Horovod writes to ``contiguous``,
@@ -324,13 +311,8 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
             given = {"shard": "parameters", "model": True, "broadcast_parameters": True}
             check(given, {"broadcast_parameters": split})
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = (
-                "quantized"
-                if tensor.is_quantized
-                else "on the meta device"
-                if tensor.is_meta
-                else tensor.layout
-            )
+            kind = "quantized" if tensor.is_quantized else tensor.layout
+            kind = "on the meta device" if tensor.is_meta else kind
             raise ValueError(
                 f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
                 f"and use broadcast_object for it"

@@ -17,6 +17,44 @@ from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 MEBIBYTE = 1 << 20
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and strides of a whole parameter; the strides, which have no gaps, give the order of its elements in memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The tensor's own, or those of its contiguous copy where it has gaps or elements that share memory."""
+        packed = tensor if is_packed(tensor) else torch.empty(tensor.shape, device="meta")
+        return cls(tensor.shape, packed.stride())
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def flatten(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of this shape in the parameter's memory order, 1-D; a view where its strides allow."""
+        whole = whole.detach()
+        if whole.layout is not torch.strided:
+            whole = whole.to_dense()
+        if whole.stride() != self.stride:
+            whole = torch.empty_strided(
+                self.shape, self.stride, dtype=whole.dtype, device=whole.device
+            ).copy_(whole)
+        return whole.as_strided((self.numel,), (1,))
+
+    def unflatten(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """A view of consecutive elements, from ``offset`` on, as the whole parameter."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills consecutive memory, each place with one element."""
+    return tensor.is_contiguous() or not tensor.numel() or is_dense(tensor.shape, tensor.stride())
+
+
 @dataclass(slots=True)
 class GradientEntry:
     """The place of one parameter in its bucket."""
@@ -24,16 +62,11 @@ class GradientEntry:
     index: int
     parameter: torch.Tensor
     offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dense: bool  # its elements fill consecutive places
+    spec: TensorSpec
+    stride: tuple[int, ...]  # the parameter's, which may have gaps
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """True if ``gradient`` lies here. Compares memory, not identity: ``Module.to`` keeps the tensor object and moves it."""
@@ -73,9 +106,8 @@ class Bucket:
     void: bool = False  # was sent as zeros, since a parameter has been converted
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        shape, stride = parameter.shape, parameter.stride()
-        dense = parameter.numel() > 0 and is_dense(shape, stride)
-        self.entries.append(GradientEntry(index, parameter, self.numel, shape, stride, dense=dense))
+        spec = TensorSpec.of(parameter)
+        self.entries.append(GradientEntry(index, parameter, self.numel, spec, parameter.stride()))
         self.indices.append(index)
         self.numel += parameter.numel()
 
@@ -116,7 +148,7 @@ class Bucket:
             if (
                 parameter.dtype is not dtype
                 or parameter.device != device
-                or parameter.shape != entry.shape
+                or parameter.shape != entry.spec.shape
                 or parameter.stride() != entry.stride
             ):
                 return False
@@ -135,12 +167,12 @@ class Bucket:
         gradient = entry.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             return
-        if (gradient.dtype, gradient.device, gradient.shape) != (self.dtype, self.device, entry.shape):
+        if (gradient.dtype, gradient.device, gradient.shape) != (self.dtype, self.device, entry.spec.shape):
             return
         if not entry.holds(gradient):
             with torch.no_grad():
                 view = self.view(entry)
-            if _references(view) > _REFERENCES:
+            if sys.getrefcount(view) > _REFERENCES:
                 return
             view.detach().copy_(gradient)
             entry.parameter.grad = view
@@ -168,7 +200,7 @@ class Bucket:
                 entry.filled = gradient is not None
                 if gradient is view:
                     continue
-                if _references(view) > _REFERENCES:
+                if sys.getrefcount(view) > _REFERENCES:
                     # Another parameter has it as its gradient, or code has kept an earlier one: that stays as it is.
                     self.free()
                     return self.gather()
@@ -187,14 +219,10 @@ class Bucket:
         return flat
 
 
-def _references(view: torch.Tensor) -> int:
-    return sys.getrefcount(view)
-
-
 def _without_others() -> int:
     entry = [torch.empty(0, dtype=torch.float32)]  # in the place of an entry, which refers to its view
     view = entry[0]
-    return _references(view)
+    return sys.getrefcount(view)
 
 
 _REFERENCES = _without_others()
@@ -202,13 +230,11 @@ _REFERENCES = _without_others()
 
 
 def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
-    """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say).
+    """An entry's part of ``flat``, with the strides of the parameter's elements in memory (channels-last weights, say).
 
     It counts its versions by itself: they tell which gradient of a bucket was changed in place.
     """
-    if entry.dense:
-        return flat.as_strided(entry.shape, entry.stride, entry.offset).data
-    return flat[entry.offset : entry.offset + entry.numel].view(entry.shape).data
+    return entry.spec.unflatten(flat, entry.offset).data
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

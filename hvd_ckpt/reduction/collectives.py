@@ -55,18 +55,25 @@ class Work:
     """A collective in flight, as in torch.distributed; holds all tensors that it needs.
 
     Args:
-        named_handles: name and Horovod's handle of each message.
-        finish: makes the result of theirs.
+        finish: makes the result, of those of the messages.
+        follow: begins another collective with that result; this work then has the result of that one.
     """
 
-    def __init__(self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        named_handles: Sequence[tuple[str, int]],
+        finish: Callable[[list[Any]], Any],
+        follow: Callable[[torch.Tensor], Work] | None = None,
+    ) -> None:
         self._pending = named_handles
         self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
+        self._follow = follow
         self._result: torch.Tensor | None = None
 
     def done(self) -> bool:
         """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
-        return all(mpi_ops.poll(handle) for _, handle in self._pending)
+        self.advance(block=False)
+        return self._follow is None and self._has_arrived()
 
     def wait(self, awaited: str = "") -> torch.Tensor:
         """The result; asleep until all messages are here. A second call returns the same tensor.
@@ -77,6 +84,46 @@ class Work:
         Raises:
             horovod.common.exceptions.HorovodInternalError: another rank is gone.
         """
+        while self._follow is not None:
+            self.advance(True, awaited)
+        return self._own_result(awaited)
+
+    def advance(self, block: bool, awaited: str = "") -> None:
+        """Sends what follows on messages that are here, or with ``block`` waits for these."""
+        follow = self._follow
+        if follow is not None and (block or self._has_arrived()):
+            # The second message is sent once, whatever becomes of it: each look at the work comes here.
+            self._follow = None
+            first, self._result = self._own_result(awaited), None
+            second = follow(first)
+            self._pending, self._finish, self._follow = second._pending, second._finish, second._follow
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
+        """This work, with another result; wait for the new one instead."""
+        finish, follow = self._finish, self._follow
+        assert finish is not None
+        if follow is not None:
+            return Work(self._pending, finish, lambda result: follow(result).then(change))
+        return Work(self._pending, lambda results: change(finish(results)))
+
+    def followed_by(self, follow: Callable[[torch.Tensor], Work]) -> Work:
+        """This work and then another one, which ``follow`` begins with its result; wait for the new one instead."""
+        finish, before = self._finish, self._follow
+        assert finish is not None
+        if before is not None:
+            return Work(self._pending, finish, lambda result: before(result).followed_by(follow))
+        return Work(self._pending, finish, follow)
+
+    def forget(self) -> None:
+        """Drops what is not waited for; it completes by itself."""
+        for _, handle in self._pending:
+            mpi_ops._handle_map.pop(handle, None)  # what Horovod keeps until somebody waits
+        self._pending, self._finish, self._follow = (), None, None
+
+    def _has_arrived(self) -> bool:
+        return all(mpi_ops.poll(handle) for _, handle in self._pending)
+
+    def _own_result(self, awaited: str) -> torch.Tensor:
         if self._finish is not None:
             # Given up first: if this fails, Horovod has dropped the handle, and a second call must
             # raise instead of going without a result.
@@ -88,61 +135,6 @@ class Work:
             raise RuntimeError("this collective has failed before; start the step again")
         return self._result
 
-    def advance(self, block: bool, awaited: str = "") -> None:
-        """Sends what follows on messages that are here; for work of several messages, one after the other.
-
-        Args:
-            block: waits for those messages.
-            awaited: as in :meth:`wait`.
-        """
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
-        """This work, with another result; wait for the new one instead."""
-        finish = self._finish
-        assert finish is not None
-        return Work(self._pending, lambda results: change(finish(results)))
-
-    def followed_by(self, follow: Callable[[torch.Tensor], Work]) -> Work:
-        """This work and then another one, which ``follow`` begins with its result; wait for the new one instead."""
-        return _TwoSteps(self, follow)
-
-    def forget(self) -> None:
-        """Drops what is not waited for; it completes by itself."""
-        for _, handle in self._pending:
-            mpi_ops._handle_map.pop(handle, None)  # what Horovod keeps until somebody waits
-        self._pending, self._finish = (), None
-
-
-class _TwoSteps(Work):
-    """A collective and then another one, whose result this one has."""
-
-    def __init__(self, first: Work, follow: Callable[[torch.Tensor], Work]) -> None:
-        self._work = first
-        self._follow: Callable[[torch.Tensor], Work] | None = follow
-
-    def done(self) -> bool:
-        self.advance(block=False)
-        return self._follow is None and self._work.done()
-
-    def advance(self, block: bool, awaited: str = "") -> None:
-        follow = self._follow
-        if follow is not None and (block or self._work.done()):
-            # The second message is sent once, whatever becomes of it: each look at the work comes here.
-            self._follow = None
-            self._work = follow(self._work.wait(awaited))
-
-    def wait(self, awaited: str = "") -> torch.Tensor:
-        self.advance(True, awaited)
-        return self._work.wait(awaited)
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
-        follow = self._follow
-        assert follow is not None
-        return _TwoSteps(self._work, lambda result: follow(result).then(change))
-
-    def forget(self) -> None:
-        self._work.forget()
-
 
 class Collectives:
     """The collectives of the ranks of a process set.
@@ -151,7 +143,6 @@ class Collectives:
     for. Until then nobody may change the tensors that are sent.
 
     Args:
-        process_set: Horovod's, the ranks that take part.
         prefix: prefix of all names, unique to the owner of these collectives and the same on every rank.
     """
 
@@ -190,10 +181,8 @@ class Collectives:
         return Work([(name, handle)], lambda results: results[0])
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Work:
-        """Starts to give all ranks the values of one rank in a contiguous ``tensor``, in place; its result is ``tensor``.
-
-        Args:
-            root: among all ranks of the job.
+        """Starts to give all ranks the values of the rank ``root`` of the job in a contiguous ``tensor``, in place; its result is
+        ``tensor``.
         """
 
         def begin(part: torch.Tensor, name: str) -> Any:

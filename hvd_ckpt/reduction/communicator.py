@@ -7,21 +7,17 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.compression import Compression, Compressor, NoneCompressor
+from horovod.torch.compression import Compression, Compressor
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.collectives import GRADIENTS, Collectives, Work
+from hvd_ckpt.reduction.collectives import Collectives, Work
 
 __all__ = ["Compression", "Compressor"]
 
 
 class Communicator(Collectives):
-    """The reductions of one optimizer: their operation and ranks, and the prefix of their names, which the reducer sets.
-
-    Args:
-        process_set, op, prescale_factor, postscale_factor, compression: as in Horovod.
-    """
+    """The reductions of one optimizer, with arguments as in Horovod, and the prefix of their names, which the reducer sets."""
 
     def __init__(
         self,
@@ -41,25 +37,12 @@ class Communicator(Collectives):
         return self.op in (Average, Sum)
 
     @property
-    def is_leader(self) -> bool:
-        """This is rank 0 of the process set, whose order of gradients counts."""
-        return bool(self.process_set.rank() == 0)
-
-    def carries_flags(self, bucket: Bucket) -> bool:
-        """True if control flags, which are float32 and summed, can be sent in the bucket's own storage."""
-        return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
-
-    @property
     def flag_scale(self) -> float:
         """Factor of the sum of control flags, if they are sent in a bucket."""
         average = self.process_set.size() if self.op == Average else 1
         return self.prescale_factor * self.postscale_factor / average
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
-        """Launches the reduction of a bucket of the step; its result may be ``flat``."""
-        return self.send_whole(bucket, flat, f"bucket.{bucket.position}")
-
-    def send_whole(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
+    def send(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
         """Launches the reduction of what lies in a bucket; each rank gets all of the result, which may be ``flat``."""
         wire, context = encode(flat, self.compression)
         name = f"{self.prefix}.{what}"
@@ -77,25 +60,6 @@ class Communicator(Collectives):
             return flat
 
         return Work([(name, handle)], finish)
-
-    def reduce_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
-
-        Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
-        """
-        gradient = gradient.coalesce()
-        values = gradient.values()
-        # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
-        wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-        works = [
-            self.allgather(tensor.contiguous(), f"sparse.{index}.{part}")
-            for part, tensor in (("indices", gradient.indices().t()), ("values", wire))
-        ]
-        indices, gathered = (work.wait(GRADIENTS) for work in works)
-        if self.op == Average:
-            gathered = gathered / self.process_set.size()
-        summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)
-        return summed.coalesce().to(gradient.dtype)
 
 
 def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
@@ -147,10 +111,3 @@ def decode(wire: torch.Tensor, context: Any, compression: Any, flat: torch.Tenso
     if wire.data_ptr() == flat.data_ptr() and wire.dtype == flat.dtype:
         return
     flat.copy_(compression.decompress(wire, context))
-
-
-def empty_sparse_like(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
-    """A sparse zero gradient of ``parameter`` with ``sparse_dim`` sparse dimensions."""
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
-    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

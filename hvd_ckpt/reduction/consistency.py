@@ -1,4 +1,4 @@
-"""Weight consistency: a comparison of a hash of every parameter between ranks.
+"""Weight consistency: a comparison of a fingerprint of every parameter between ranks.
 
 Data parallelism assumes that the weights of all ranks are equal at the start and stay equal. If they differ, nothing fails, but
 each rank trains another model, and the average gradient belongs to none of them. Causes are a bit that flips, or a rank that skips
@@ -8,9 +8,8 @@ and -0.0.
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.reduction.agreement import allgather_objects
-from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.reduction.agreement import allgather_objects, digest
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.text import ranks_text
 from hvd_ckpt.utils.unmaterialized import is_absent
 
@@ -39,75 +38,47 @@ class WeightsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A parameter: the hash of its values, or what kept it from being read."""
+    """A parameter: the fingerprint of its values, or what kept it from being read."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    hash: bytes
+    value: int | None
     fault: str = ""
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> TableEntry:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        try:
+            value = None if is_absent(parameter) else int(fingerprint(parameter))
+            return cls(name, tuple(parameter.shape), dtype, value)
+        # Without values on this rank (lazy, on the meta device): all ranks raise it, with the parameter's name.
+        except (RuntimeError, ValueError, TypeError) as error:
+            return cls(name, (), dtype, None, str(error).partition("\n")[0])
 
 
 def check_equal_weights(model: torch.nn.Module, process_set: Any = global_process_set) -> None:
     """Compares the weights of a model, as :func:`hvd_ckpt.verify` has it; raises what that raises.
 
-    Each rank hashes as many parameters at a time as torch has threads. If nothing differs, it sends 32 bytes.
+    Ranks send their table of parameters only if something differs.
     """
     if not process_set.included():
         raise ValueError(f"rank {mpi_ops.rank()} is not in {process_set}; call verify() on its ranks only")
-    parameters = list(model.named_parameters())
-    ours: list[TableEntry] = []
-    if parameters:
-        # Threads are enough: hashing and copying let go of the interpreter's lock.
-        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            ours = list(pool.map(_entry, *zip(*parameters)))
-    if _all_equal(_digest(ours), process_set):
+    ours = list(itertools.starmap(TableEntry.of, model.named_parameters()))
+    fault = any(entry.fault for entry in ours)
+    found = allgather_objects((fault, digest(ours)), process_set, NAME)
+    if not fault and len(set(found)) == 1:
         return
-    # All ranks come here or none: each has compared the same gathered digests.
     tables = allgather_objects((mpi_ops.rank(), host_name(), ours), process_set, f"{NAME}.each")
     raise difference(
         [rank for rank, _, _ in tables], [host for _, host, _ in tables], [table for *_, table in tables]
     )
 
 
-def _entry(name: str, parameter: torch.Tensor) -> TableEntry:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    if is_absent(parameter):
-        return TableEntry(name, tuple(parameter.shape), dtype, b"")
-    try:
-        with torch.no_grad():
-            data = distinct(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
-        values: Any = data.numpy()
-        hashed = hashlib.sha256(values).digest()
-        return TableEntry(name, tuple(parameter.shape), dtype, hashed)
-    # Without dense values on this rank (sparse, quantized, on the meta device): all ranks raise it, with the parameter's name.
-    except (RuntimeError, ValueError, TypeError) as error:
-        return TableEntry(name, (), dtype, b"", str(error).partition("\n")[0])
-
-
-def _digest(table: Sequence[TableEntry]) -> bytes:
-    """32 bytes that say all; zeros, which no hash is, if a parameter could not be read."""
-    if any(entry.fault for entry in table):
-        return bytes(32)
-    return hashlib.sha256(repr(table).encode()).digest()
-
-
-def _all_equal(digest: bytes, process_set: Any) -> bool:
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    gathered = mpi_ops.allgather(own.view(1, -1), name=NAME, process_set=process_set)
-    # Zeros on some ranks differ from the hash of another one. Zeros on all would be equal, and still are no
-    # hash.
-    return bool(own.any()) and bool((gathered == own).all())
-
-
 def difference(
     ranks: Sequence[int], hosts: Sequence[str], tables: Sequence[Sequence[TableEntry]], since: str = ""
 ) -> Exception:
-    """The error for the first difference between the ranks' tables.
-
-    Args:
-        since: in words, when the parameter was found to differ.
-    """
+    """The error for the first difference between the ranks' tables, which was found ``since`` some step."""
     named = [f"rank {rank} (host {host})" for rank, host in zip(ranks, hosts)]
     for name, table in zip(named, tables):
         for entry in table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,8 +27,8 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     raise_first_failure,
 )
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.utils.rules import ELASTIC, check
 from hvd_ckpt.utils.unmaterialized import is_split
 
 # Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
@@ -58,10 +59,7 @@ def name_parameters(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
-    names = [name for name, _ in pairs]
-    duplicates = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
+    duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
         raise ValueError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
@@ -71,18 +69,18 @@ def name_parameters(
         # A tied parameter keeps the first of its names, as in model.named_parameters().
         if parameter not in known_names:
             known_names[parameter] = name
-    own: Any = WeakTensorKeyDictionary()
+    own = set()
     unnamed = []
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
-            own[parameter] = None
+            own.add(id(parameter))
             if parameter not in known_names:
                 unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
-    named = [(name, parameter) for parameter, name in known_names.items() if parameter in own]
     if unnamed:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}"
         )
+    named = [(name, parameter) for parameter, name in known_names.items() if id(parameter) in own]
     check_devices(named)
     for name, parameter in named:
         grad_dtype = getattr(parameter, "grad_dtype", None)
@@ -117,13 +115,6 @@ def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def describe_groups(groups: Any, known_names: Any) -> Any:
-    """``groups`` with names for parameters, so that ranks can compare it."""
-    if not isinstance(groups, list) or known_names is None:
-        return groups
-    return [[known_names.get(parameter, "?") for parameter in group] for group in groups]
-
-
 def agree_at_construction(
     call: str,
     error: Exception | None,
@@ -154,7 +145,7 @@ def agree_at_construction(
             raise error
         return number, list(named)
     table = [ParameterFacts.of(name, parameter) for name, parameter in named]
-    members = _members_of(process_set)
+    members = sorted(ranks_of(process_set))
     failure = None if error is None else Failure.of(error)
     gathered = allgather_objects(
         (members, failure, number, digest(table), dict(options), dict(derived)),
@@ -184,11 +175,6 @@ def agree_at_construction(
     return max(numbers), list(named)
 
 
-def _members_of(process_set: Any) -> list[int]:
-    """The ranks of a process set, which are all where it is Horovod's global one."""
-    return sorted(process_set.ranks or range(mpi_ops.size()))
-
-
 # Horovod Elastic around this library's optimizer.
 #
 # ``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. The handler below adds the
@@ -201,6 +187,8 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
     value: ReducedOptimizer
 
     def __init__(self, optimizer: ReducedOptimizer) -> None:
+        from hvd_ckpt.utils.rules import ELASTIC, check
+
         check({ELASTIC: True, "an optimizer of LocalSGD in TorchState": not optimizer.outlasts_ranks})
         super().__init__(optimizer)
 

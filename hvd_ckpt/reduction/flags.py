@@ -79,10 +79,6 @@ class Report:
 def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
     """Raises, the same on every rank, if the ranks cannot continue together.
 
-    Args:
-        reports: reports of all ranks, in rank order.
-        names: names of the parameters.
-
     Raises:
         RecomputationMismatch: a rank has recomputed other values.
         RuntimeError: gradients were changed in place, or replaced in flight, or only on some ranks dropped or converted.

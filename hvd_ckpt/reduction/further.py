@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from horovod.torch.mpi_ops import Average
 
 from hvd_ckpt.reduction.agreement import check_present
 from hvd_ckpt.reduction.assignment import BucketAssignment, lay_out
 from hvd_ckpt.reduction.buckets import view_of
 from hvd_ckpt.reduction.collectives import GRADIENTS
-from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
+from hvd_ckpt.reduction.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,6 @@ class FurtherRounds:
     """Every rank calls the same methods with the same parameters.
 
     Attributes:
-        assignment: the parameters.
-        communicator: how tensors reach the other ranks.
         done: takes the name of each parameter that is reduced.
     """
 
@@ -43,7 +42,7 @@ class FurtherRounds:
                     if (gradient := gradients[entry.index]) is not None:
                         view_of(flat, entry).copy_(dense(gradient))
                 what = f"further.{bucket.position}.{bucket.numel}"
-                in_flight.append((bucket, self.communicator.send_whole(bucket, flat, what)))
+                in_flight.append((bucket, self.communicator.send(bucket, flat, what)))
         for bucket, work in in_flight:
             flat = work.wait(GRADIENTS).to(bucket.dtype)
             results.update((entry.index, view_of(flat, entry)) for entry in bucket.entries)
@@ -86,11 +85,32 @@ class FurtherRounds:
             parameter, sparse_dim = self.assignment.parameters[index], self.assignment.sparse[index]
             gradient = parameter.grad
             if gradient is None:
-                gradient = empty_sparse_like(parameter, sparse_dim)
+                kind, device = parameter.dtype, parameter.device
+                places = torch.empty(sparse_dim, 0, dtype=torch.int64, device=device)
+                values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=kind, device=device)
+                gradient = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
             elif gradient.layout is torch.strided:
                 gradient = gradient.to_sparse(sparse_dim)
-            parameter.grad = self.communicator.reduce_sparse(index, gradient)
+            parameter.grad = self._gather(index, gradient.coalesce())
             self.done.append(self.assignment.names[index])
+
+    def _gather(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
+
+        Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
+        """
+        by, values = self.communicator, gradient.values()
+        # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
+        wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
+        works = [
+            by.allgather(tensor.contiguous(), f"sparse.{index}.{part}")
+            for part, tensor in (("indices", gradient.indices().t()), ("values", wire))
+        ]
+        indices, gathered = (work.wait(GRADIENTS) for work in works)
+        if by.op == Average:
+            gathered = gathered / by.process_set.size()
+        summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)
+        return summed.coalesce().to(gradient.dtype)
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

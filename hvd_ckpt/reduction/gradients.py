@@ -11,9 +11,8 @@ ARRIVING   None, or the late part so far: autograd adds to it        in flight, 
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
 REDUCED    the result, or what code has made of it since             ``grad``, if the ranks reduce again
-USED       None                                                      None; a step has used the one in shards
-ZERO       a placeholder that counts as zeros                        zeros, of which nothing is in flight
-CLEARED    None: autograd is about to add to the zeros               zeros, until something has been added
+USED       the placeholder, until ``grad`` is cleared                 None, or zeros if it was set to zero since
+CLEARED    None, of what was used: autograd is about to add to it    as in USED, until something has been added
 =========  ========================================================  ========================================
 
 ::
@@ -27,10 +26,10 @@ CLEARED    None: autograd is about to add to the zeros               zeros, unti
     each state -- synchronize() --> REDUCED (stages 0 and 1) or SENT (stages 2 and 3); OWN or USED, if no rank has a gradient
     each state -- abandon() --> OWN, or at stages 2 and 3 USED, if there was a gradient
     REDUCED, USED -- an accumulation --> OWN
-    SENT -- step() --> USED -- zero_grad(set_to_none=False) --> ZERO -- an accumulation begins --> CLEARED -- it ends --> OWN
+    SENT -- step() --> USED -- an accumulation begins --> CLEARED -- it ends --> OWN
 
 So after ``backward()``, ``grad`` is the placeholder if the gradient has left, else this rank's own. After ``synchronize()`` it is
-the result, which stays after ``step()`` (stages 0 and 1), or the placeholder until ``step()``, then None (stages 2 and 3).
+the result (stages 0 and 1) or the placeholder (stages 2 and 3), which stay after ``step()`` until gradients are cleared.
 
 A unit that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
 in shards (stages 2 and 3) are in the states of the last line: there a late part leaves in the next round, so LATE becomes SENT, and
@@ -48,7 +47,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
@@ -69,7 +68,6 @@ class AbsentGradient(Absent, torch.Tensor):  # type: ignore[misc]
 
     Args:
         like: the parameter, or what else has its shape, dtype and device.
-        name: name of the parameter.
         where: has the gradient, and what to do instead of using this, for messages; by default :attr:`usual`.
 
     Attributes:
@@ -124,29 +122,12 @@ def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not isinstance(gradient, AbsentGradient)
 
 
-class State(enum.Enum):
-    """What stands in ``grad``: see the table above."""
-
-    OWN = "this rank's gradient, None, or what was set by hand"
-    SENT = "a placeholder; the gradient is in flight"
-    ARRIVING = "None or a late part, to which autograd is about to add"
-    LATE = "a placeholder; the gradient is in flight, and a late part is kept beside it"
-    DROPPED = "what has come since the gradient in flight was set to None, or None"
-    REDUCED = "the result of the last synchronization"
-    USED = "None, where a step has used the gradient in shards"
-    ZERO = "a placeholder that counts as zeros"
-    CLEARED = "None, where zeros have made room for what autograd is about to add"
-
-
-OWN, SENT, ARRIVING, LATE, DROPPED, REDUCED, USED, ZERO, CLEARED = State
+State = enum.Enum("State", "OWN SENT ARRIVING LATE DROPPED REDUCED USED CLEARED")  # see the table above
+OWN, SENT, ARRIVING, LATE, DROPPED, REDUCED, USED, CLEARED = State
 
 
 class TrackedGradient:
     """What stands in the ``grad`` of one parameter. Its methods run once or twice for each gradient of a step, so they are short.
-
-    Args:
-        parameter, name: the parameter and its name.
-        kind: class of the placeholder.
 
     Attributes:
         state: see the table of this module.
@@ -154,15 +135,11 @@ class TrackedGradient:
         error: of an act that was found.
     """
 
-    __slots__ = (
-        *("_kind", "_placeholder", "_seen", "_version", "_view"),
-        *("error", "name", "parameter", "part", "state"),
-    )
+    __slots__ = ("_placeholder", "_seen", "_version", "_view", "error", "name", "parameter", "part", "state")
+    _kind: ClassVar[type[AbsentGradient]] = AbsentGradient  # of the placeholder
 
-    def __init__(
-        self, parameter: torch.Tensor, name: str, kind: type[AbsentGradient] = AbsentGradient
-    ) -> None:
-        self.parameter, self.name, self._kind = parameter, name, kind
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.parameter, self.name = parameter, name
         self._placeholder: AbsentGradient | None = None
         # What was in ``grad`` after the last accumulation; held weakly, so that a dropped one is freed. Its version, or that of
         # the view which is in flight.
@@ -173,10 +150,12 @@ class TrackedGradient:
         self.error: RuntimeError | None = None
         self.state = OWN
 
-    def begin_step(self) -> None:
-        """Nothing of it is in flight, and nothing has been accumulated."""
-        self.state = OWN
+    def begin_step(self, reduced: bool = False) -> None:
+        """Nothing of it is in flight or has been accumulated; ``grad`` may be the result, the same on all ranks."""
+        self.state = REDUCED if reduced else OWN
         self._seen = self._view = self.part = self.error = None
+        if reduced:
+            self.note()
 
     @property
     def is_away(self) -> bool:
@@ -269,11 +248,6 @@ class TrackedGradient:
             self.state = SENT if self.part is None else LATE
             if self.parameter.grad is self.part:
                 self._hide()
-
-    def reduced(self) -> None:
-        """``grad`` is the result, the same on all ranks."""
-        self.state = REDUCED
-        self.note()
 
     def follow(self) -> None:
         """What code has made of the result in place counts as the result."""

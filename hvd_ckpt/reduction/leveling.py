@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, digest
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.wrapping import live_optimizers
 
@@ -53,7 +54,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     if common_state(optimizer) is None:
         return
     process_set, reducer = optimizer.process_set, optimizer.reducer
-    members = sorted(process_set.ranks or range(process_set.size()))
+    members = sorted(ranks_of(process_set))
     known = [state for rank in members if (state := states[rank]) is not None]
     alike = len({state.names for state in known}) == 1
     # Decided by what all ranks know alike, since the rest is collective.

@@ -33,11 +33,11 @@ An error in any of them drops the step and all gradients on every rank.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -51,6 +51,7 @@ from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils import backward_errors
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.torch_private import run_first
 
 # A parameter belongs to the optimizer that was made over it last: two that counted its gradients would both reduce them. Ranks make
@@ -181,7 +182,7 @@ class Machine(ABC):
             if owner is not None and owner is not self:
                 before.setdefault(owner, []).append(parameter)
                 if owner.sums and self.sums and owner._gradients[owner._number_of[id(parameter)]].is_result:
-                    self._gradients[index].reduced()
+                    self._gradients[index].begin_step(reduced=True)
             _owners[parameter] = weakref.ref(self)
             self._unhooked.append(index)
         for owner, parameters in before.items():
@@ -212,7 +213,9 @@ class Machine(ABC):
             )
 
     def hook_parameters(self) -> None:
-        """Hooks parameters owned here that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
+        """Hooks parameters owned here that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen.
+
+        Before a step, and before each unit leaves: the next gradients of its parameters must find room."""
         frozen = []
         for index in self._unhooked:
             parameter = self._parameters[index]
@@ -227,12 +230,6 @@ class Machine(ABC):
             else:
                 frozen.append(index)
         self._unhooked = frozen
-
-    def hook_unfrozen(self, indices: Container[int]) -> None:
-        """Hooks parameters whose gradients are about to leave: the next ones must find room, and some may have been frozen when the
-        step began."""
-        if any(index in indices for index in self._unhooked):
-            self.hook_parameters()
 
     @property
     def naming(self) -> tuple[int, int]:
@@ -287,7 +284,7 @@ class Machine(ABC):
         self._check_weights(facts, values, scale)
         self._learn(facts)
         self._step.late_gradients = [self._names[index] for index in late]
-        self._end_step(facts)
+        self.end_step(facts)
 
     def _look_at(self, indices: Iterable[int]) -> None:
         """Finds out what was done by hand to gradients of this step."""
@@ -338,16 +335,12 @@ class Machine(ABC):
         self._step.control_messages += 1
         return self._ranks.sum(values, what)
 
-    def _end_step(self, facts: Facts | None = None) -> None:
+    def end_step(self, facts: Facts | None = None) -> None:
         """The next step begins; with the facts of this one it expects what this one has had."""
         if facts is not None:
             self.stats.close_step(self._step)
         self._step, self._report, self._mismatch = StepStats(), Report(), None
         self.active = False
-
-    def forget_step(self) -> None:
-        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step()
 
     def before_accumulation(self, index: int) -> None:
         """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""
@@ -363,6 +356,27 @@ class Machine(ABC):
     def after_accumulation(self, index: int) -> None:
         """A gradient of the parameter has been accumulated."""
 
+    def any_new(self) -> bool:
+        """Whether some rank has a new gradient since the last synchronization, or the ranks have changed theirs in different ways.
+
+        Gradients that were changed in place are compared by their fingerprints. Collective: one small allreduce, from which ranks
+        that have called ``join()`` may be absent.
+        """
+        changes = self.changes()
+        facts = [
+            (index, None if gradient is None else int(fingerprint(gradient)))
+            for index, gradient in changes or ()
+        ]
+        digits = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest() if facts else bytes(8)
+        value = torch.tensor(int.from_bytes(digits, "little", signed=True))
+        asked = torch.tensor([changes is None, self.notice], dtype=torch.float32)
+        *sums, new, notices = self._ranks.sum(torch.cat([Sums.encode(value), asked]), "changes")
+        if new > 0 or not Sums.equal(sums, 1.0):
+            return True
+        if notices > 0:  # else it travels in the control flags
+            self.noticed, self.notice = True, False
+        return False
+
     @abstractmethod
     def changes(self) -> list[tuple[int, torch.Tensor | None]] | None:
         """The gradients that were dropped (None) or changed in place since the last synchronization, by the parameters' indices.
@@ -371,22 +385,14 @@ class Machine(ABC):
             None if there is a new one, of a backward pass or set by hand
         """
 
-    @abstractmethod
-    def note_changes(self) -> None:
-        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
+    def note_changes(self) -> None:  # noqa: B027
+        """All ranks have changed their reduced gradients in the same way; whole ones now count as the last synchronization's."""
 
-    @abstractmethod
-    def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on, where rounds have one. Call it on every rank."""
+    def set_passes(self, passes: int) -> None:  # noqa: B027
+        """Another number of backward passes in a round, from the next step on, where it is not learned. Call it on every rank."""
 
-    @contextmanager
-    def clearing(self) -> Iterator[None]:
-        """A context in which gradients are set to zero or to None."""
-        yield
-
-    def has_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether clearing would find a gradient of the parameter."""
-        return parameter.grad is not None
+    def begin_clearing(self) -> None:  # noqa: B027
+        """Gradients are about to be set to zero or to None."""
 
     @abstractmethod
     def set_zero(self, parameter: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ A step is a cycle of :class:`Phase`::
 
 Only collective calls change between reduced and not reduced, so all ranks are in the same phase. A backward pass or the user's
 code may change gradients on one rank. If gradients are reduced already, the ranks exchange whether any of them has new ones
-(:meth:`ReducedOptimizer._any_new_gradients`), so a gradient that was not reduced never reaches a step. If the caller declares that
+(:meth:`.Machine.any_new`), so a gradient that was not reduced never reaches a step. If the caller declares that
 everything is reduced, there is no exchange, and such a gradient is an error.
 """
 
@@ -15,49 +15,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.mpi_ops import Adasum
 
-from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import in_order
 from hvd_ckpt.reduction.communicator import Communicator, mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
-from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.reduction.results import changed_apart
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.utils.unmaterialized import copied_state
+
+if TYPE_CHECKING:
+    from hvd_ckpt.reduction.reducer import Reducer
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 
 
-class _IsMarked(type):
-    """``isinstance`` by what a class has: as a base class it would catch the ``super()`` calls of the wrapped one."""
-
-    _mark: str
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return hasattr(type(instance), cls._mark)
-
-
-class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
-    """Methods that :func:`wrapping` copies into a subclass of the wrapped optimizer's class.
-
-    This class is not a base class of the result, so no method here may call ``super()``. ``isinstance`` works through a mark.
-    """
-
-    _mark = "_reduced_by_hvd_ckpt"
-    _reduced_by_hvd_ckpt = True
+class ReducedOptimizer(torch.optim.Optimizer):
+    """Methods that :func:`wrapping` puts before those of the wrapped optimizer's class, so that ``super()`` is that class."""
 
     wrapped_class: type[torch.optim.Optimizer]
     reducer: Reducer | None
     parameter_names: dict[torch.Tensor, str]
     known_names: Any
     identity: int  # of tensor names; the same on every rank
-    _op: int
     _compression: Any
     process_set: Any
     _phase = Phase.ACCUMULATING
@@ -66,13 +49,19 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved.
     _had_gradients: Collection[torch.Tensor] = ()
     _wrapped_supports_amp_scaling: bool
-    _notice = _noticed = False  # where there is no reducer
+    notice = noticed = False  # in place of a reducer's
     backward_passes_per_step: int
     replicas: Any = None
     _context = ""  # in which the model has other weights for a while
     keep_groups: Callable[[torch.optim.Optimizer], None]
     can_join = True  # allreduces alone, in which ranks without data may be absent
     outlasts_ranks = True  # of an elastic job
+    reduces_updates = (
+        False  # with op=Adasum, which combines the ranks' updates and does not change ``p.grad``
+    )
+    finds_overflow_alone = (
+        False  # each rank steps on its own gradients, so that only this rank finds an inf or nan in them
+    )
     is_local = False  # ranks have weights of their own, between which there are averages
 
     def begin_reduction(
@@ -82,16 +71,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         named: Iterable[tuple[str, torch.Tensor]],
         known_names: Any,
     ) -> None:
-        """Initializes the reduction of a new optimizer. A reducer may be set afterwards.
-
-        Args:
-            communicator: the communicator of plain gradients.
-            identity: the result of :func:`agree_at_construction`.
-            named: the parameters that are reduced.
-            known_names: the names of all parameters that may be added.
-        """
-        self._op, self._compression = communicator.op, communicator.compression
-        self.process_set, self.identity = communicator.process_set, identity
+        """Initializes the reduction of a new optimizer. A reducer may be set afterwards."""
+        self._compression, self.process_set = communicator.compression, communicator.process_set
+        self.identity = identity
         self.parameter_names = {parameter: name for name, parameter in named}
         self.known_names = known_names
 
@@ -113,11 +95,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
-        reducer = self.reducer if self._op != Adasum else None
+        reducer = self.reducer
         if reducer is not None:
             reducer.check_owner()
             self._look_for_replaced(reducer)
-        reduces = reducer is not None and (not self._phase.is_reduced or self._any_new_gradients(reducer))
+        reduces = reducer is not None and (not self._phase.is_reduced or reducer.any_new())
         if reducer is not None and reduces:
             reducer.synchronize()
         else:
@@ -144,20 +126,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""
-        if self.reducer is None and (self._notice or not self._phase.is_reduced):
-            self._noticed, self._notice = self._notice, False
-
-    def _any_new_gradients(self, reducer: Reducer) -> bool:
-        """Whether any rank has new gradients since the last synchronization, or other ones than others. Collective."""
-        name = f"hvd_ckpt.{self.identity}.again"
-        new, noticed = changed_apart(reducer.changes(), reducer.notice, name, self.process_set)
-        if noticed and not new:  # else it travels in the control flags
-            reducer.noticed, reducer.notice = True, False
-        return new
+        if self.reducer is None and (self.notice or not self._phase.is_reduced):
+            self.noticed, self.notice = self.notice, False
 
     @property
     def has_unreduced(self) -> bool:
-        return self.reducer is not None and not self.reduces_updates and self.reducer.active
+        return self.reducer is not None and self.reducer.active
 
     def check_reduced(self) -> None:
         """Raises RuntimeError if a step that does not reduce would use a gradient that was not reduced."""
@@ -167,8 +141,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A context in which ``step()`` does not reduce, because ``synchronize()`` already has."""
-        if self._op == Adasum and self.reducer is not None:
-            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         with self._stepping(StepReduces.NOT_IN_SKIP):
             yield
 
@@ -213,13 +185,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._phase = Phase.STEPPED
             return self._local_step(closure, *args, **kwargs)
         reducer.check_owner()
-        if self._op == Adasum:
-            return self._adasum_step(reducer, closure)
         if closure is not None:
             # The first is the same on every rank. So either all ranks ask each other, which the second does by a message, or none.
-            if self._step_reduces is StepReduces.YES and (
-                self._phase.is_reduced or self._any_new_gradients(reducer)
-            ):
+            if self._step_reduces is StepReduces.YES and (self._phase.is_reduced or reducer.any_new()):
                 self.synchronize()
             closure = self._reduced_closure(closure)
         elif self._step_reduces is StepReduces.YES:
@@ -245,8 +213,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if closure is None and not args and not kwargs:
-            return self.wrapped_class.step(self)
-        return self.wrapped_class.step(self, closure, *args, **kwargs)
+            return super().step()
+        return super().step(closure, *args, **kwargs)
 
     def _reduced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
@@ -261,24 +229,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
         return reduced
 
-    def _adasum_step(self, reducer: Reducer, closure: Callable[[], Any] | None) -> Any:
-        from hvd_ckpt.reduction.adasum import adasum_step
-
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        reducer.hook_parameters()
-        adasum_step(
-            list(zip(reducer.assignment.names, reducer.assignment.parameters)),
-            lambda: self._local_step(None),
-            self.identity,
-            self._compression,
-        )
-        reducer.forget_step()
-        self._phase = Phase.STEPPED
-        return loss
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of all parameters, as the wrapped optimizer's ``zero_grad`` does with these arguments.
 
@@ -289,12 +239,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             if self._phase is Phase.LOADED:
                 self.reducer.drop_gradients()
                 self._phase = Phase.ACCUMULATING
-            elif self.reducer.active and self._op != Adasum:
+            elif self.has_unreduced:
                 raise AssertionError(phases.CLEARED_UNREDUCED)
             # Parameters that were unfrozen since the last step get their hooks before the next backward pass begins.
             self.reducer.hook_parameters()
-        with nullcontext() if self.reducer is None else self.reducer.clearing():
-            self._clear(*args, **kwargs)
+            self.reducer.begin_clearing()
+        self._clear(*args, **kwargs)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         # Of a resumed run: clearing sets what it finds to zero or drops it, as in a run that was not interrupted.
@@ -304,7 +254,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         self._had_gradients = ()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
-        self.wrapped_class.zero_grad(self, *args, **kwargs)
+        super().zero_grad(*args, **kwargs)
         # Whether zeros were set or gradients dropped shows in one that was there.
         if used is not None:
             self._keeps_zeros = used.grad is not None
@@ -317,7 +267,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         self.check_own_weights("load_state_dict()")
         self.keep_groups(self)
-        result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
+        result: Any = super().load_state_dict(*args, **kwargs)
         self.keep_groups(self)  # some classes load without the hooks of torch.optim.Optimizer
         self.note_state_loaded()
         return result
@@ -343,7 +293,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, whose parameters are reduced from the next step on. Call it on every rank."""
         self.check_own_weights("add_param_group()")
-        self.wrapped_class.add_param_group(self, param_group)
+        super().add_param_group(param_group)
         group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
             name = self.known_names.get(parameter, f"allreduce.noname.{group}.{position}")
@@ -397,6 +347,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if not (all_ranks or self.process_set.rank() == 0):
             return None
+        from hvd_ckpt.processes import whole_model
+
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return whole_model.optimizer_state(self.state_dict(), parameters, all_ranks)
 
@@ -407,14 +359,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if not (all_ranks or self.process_set.rank() == 0):
             return None
+        from hvd_ckpt.processes import whole_model
+
         return whole_model.state(copied_state(model), model, all_ranks)
 
     @contextmanager
     def with_other_weights(self, context: str) -> Iterator[None]:
-        """A context after which the model has the weights from before, so that what would change them in it is refused.
-
-        Args:
-            context: its name in messages.
+        """A context (of that name in messages) after which the model has the weights from before, so that what would change them is
+        refused.
         """
         before, self._context = self._context, context
         try:
@@ -440,15 +392,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
         With it, ranks need a collective only after an event on one of them, such as a signal or a loss that is nan.
         """
-        if self.reducer is not None:
-            self.reducer.notice = True
-        else:
-            self._notice = True
+        told = self if self.reducer is None else self.reducer
+        told.notice = True
 
     @property
     def notified(self) -> bool:
         """Whether any rank called :meth:`notify` before the last :meth:`synchronize`; the same on every rank."""
-        return self.reducer.noticed if self.reducer is not None else self._noticed
+        return self.noticed if self.reducer is None else self.reducer.noticed
 
     def reduction_state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts of the reducer, as plain data. Each rank has its own counts.
@@ -460,7 +410,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         state["gradients"] = [
             name
             for parameter, name in self.parameter_names.items()
-            if parameter in had or self._has_gradient(parameter)
+            if parameter in had or parameter.grad is not None
         ]
         state["zeros"] = self._keeps_zeros
         return state
@@ -488,24 +438,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             for parameter in self._had_gradients:
                 self._set_zero(parameter)
 
-    def _has_gradient(self, parameter: torch.Tensor) -> bool:
-        return parameter.grad is not None if self.reducer is None else self.reducer.has_gradient(parameter)
-
     def _set_zero(self, parameter: torch.Tensor) -> None:
         if self.reducer is None:
             parameter.grad = torch.zeros_like(parameter)
         else:
             self.reducer.set_zero(parameter)
-
-    @property
-    def reduces_updates(self) -> bool:
-        """True with ``op=Adasum``, which combines the ranks' updates and does not change ``p.grad``."""
-        return self._op == Adasum and self.reducer is not None
-
-    @property
-    def finds_overflow_alone(self) -> bool:
-        """True if each rank steps on its own gradients, so that only this rank finds an inf or nan in them."""
-        return self.reduces_updates
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:
@@ -524,7 +461,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if self._phase.is_reduced and self._step_reduces is not StepReduces.YES:
             self.check_reduced()
-        elif not self.reduces_updates:
+        else:
             self.synchronize()
             self._phase = Phase.REDUCED
 
@@ -541,8 +478,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 yield
         finally:
             self._phase = Phase.STEPPED
-            if self.reduces_updates and self.reducer is not None:
-                self.reducer.forget_step()
 
     def reset_reduction(self) -> None:
         """Drops order, layout and counts; the next step learns them from rank 0. Call it on every rank.

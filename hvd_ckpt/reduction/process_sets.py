@@ -36,11 +36,7 @@ class Alone:
 
 
 def check_within(within: Any) -> str | list[list[int]] | None:
-    """The argument ``within`` as None, text or lists.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The argument ``within`` as None, text or lists; anything else is a ValueError."""
     if within is None or within == "host":
         return within  # type: ignore[no-any-return]
     try:
@@ -126,21 +122,15 @@ def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any]
     """
     sets: dict[tuple[int, ...], Any] = {}
     taken: list[tuple[int, ...]] = []
-    for group in groups:
-        ranks = tuple(sorted(group))
+    for ranks in (tuple(sorted(group)) for group in groups):
         # Looked up anew for each group, since two of the given groups may be the same ranks.
-        present = {tuple(members): number for number, members in _present().items()}
-        if ranks in present:
-            sets[ranks] = ProcessSet(list(ranks))
-            sets[ranks].process_set_id = present[ranks]
-            # The user has added it, so it is not this module's to remove.
-            if ranks not in _users:
-                continue
-        else:
-            sets[ranks] = _added(ranks)
-        # Several optimizers may use one set. The last of them to release it removes it.
-        _users[ranks] += 1
-        taken.append(ranks)
+        known = _known(ranks)
+        sets[ranks] = known or _added(ranks)
+        # One that the user has added is not this module's to remove.
+        if known is None or ranks in _users:
+            # Several optimizers may use one set. The last of them to release it removes it.
+            _users[ranks] += 1
+            taken.append(ranks)
     return sets, taken
 
 
@@ -148,19 +138,21 @@ def release(groups: Iterable[tuple[int, ...]]) -> None:
     """Removes the process sets that were added for these groups and that nobody else uses. Collective over all ranks."""
     for ranks in groups:
         _users[ranks] -= 1
-        if _users[ranks] > 0:
-            continue
-        del _users[ranks]
-        number = next((number for number, members in _present().items() if tuple(members) == ranks), None)
-        if number is not None:
+        if _users[ranks] <= 0:
+            del _users[ranks]
+            if (known := _known(ranks)) is not None:
+                process_sets.remove_process_set(known)
+
+
+def _known(ranks: tuple[int, ...]) -> Any:
+    """The process set that Horovod has of these ranks, or None."""
+    assert process_sets._basics is not None
+    for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if tuple(members) == ranks:
             known = ProcessSet(list(ranks))
             known.process_set_id = number
-            process_sets.remove_process_set(known)
-
-
-def _present() -> dict[int, list[int]]:
-    assert process_sets._basics is not None
-    return dict(process_sets._basics._get_process_set_ids_and_ranks())
+            return known
+    return None
 
 
 def _added(ranks: tuple[int, ...]) -> Any:

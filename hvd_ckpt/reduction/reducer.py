@@ -25,11 +25,10 @@ from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
-from hvd_ckpt.reduction.communicator import Communicator
+from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.flags import ControlFlags, Report
 from hvd_ckpt.reduction.gradients import DROPPED, REDUCED, SENT, summed_again
 from hvd_ckpt.reduction.machine import Facts, Machine
-from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.utils.spans import span
 
@@ -46,6 +45,9 @@ class Reducer(Machine):
         identity: a number that no other live optimizer on these ranks has.
         sparse_as_dense: reduce sparse gradients in buckets.
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
+
+    Attributes:
+        in_flight: buckets that have left and have not been waited for.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Reducer(Machine):
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         # Parts that have come after the rest of their gradient has left.
         self._late: dict[int, torch.Tensor] = {}
-        self._in_flight: list[tuple[Bucket, Work]] = []
+        self.in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next
         self._watch_sums()
 
@@ -85,11 +87,6 @@ class Reducer(Machine):
                 self._counts.extend(1)
                 self.acquire([index])
         self._watch_sums()
-
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether buckets have left that no synchronization has waited for yet."""
-        return bool(self._in_flight)
 
     # ---------------------------------------------------------------------------------- the backward pass
 
@@ -157,9 +154,6 @@ class Reducer(Machine):
                 self._report.error = self._report.error or summed_again(self._names[index])
         super()._look_at(indices)
 
-    def set_passes(self, passes: int) -> None:
-        """Does nothing: the number is learned."""
-
     def set_zero(self, parameter: torch.Tensor) -> None:
         parameter.grad = self.assignment.zeros(parameter)
 
@@ -173,10 +167,10 @@ class Reducer(Machine):
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization
 
-    def changes(self) -> list[Change] | None:
+    def changes(self) -> list[tuple[int, torch.Tensor | None]] | None:
         if self.active:
             return None
-        changed: list[Change] = []
+        changed: list[tuple[int, torch.Tensor | None]] = []
         for index, gradient in enumerate(self._gradients):
             own, is_result = gradient.parameter.grad, gradient.state is REDUCED
             if own is not None and (gradient.is_new or not is_result):
@@ -221,10 +215,8 @@ class Reducer(Machine):
             super()._check_weights(facts, values, scale)
 
     def _learn(self, facts: Facts) -> None:
-        assignment = self.assignment
         # Last, since it communicates only for parameters that all ranks have just found in use.
-        fresh = [index for index in facts.used if not assignment.has(index)]
-        self._assign_buckets(fresh)
+        self._assign_buckets([index for index in facts.used if not self.assignment.has(index)])
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
@@ -260,7 +252,7 @@ class Reducer(Machine):
     def _launch(self, with_flags: bool = False) -> None:
         """Fills the next bucket and sends it on its way."""
         bucket = self.assignment.buckets[self._next]
-        self.hook_unfrozen(bucket.indices)
+        self.hook_parameters()
         bucket.void = not bucket.fits_parameters()
         if bucket.void:
             # The model has been converted since. The other ranks (which should find the same) still expect this bucket; its
@@ -279,7 +271,9 @@ class Reducer(Machine):
         # From here until it arrives the buffer belongs to Horovod, and a placeholder stands in ``grad``. A change by hand, through
         # a tensor that code has kept, is found by the versions of the views.
         with span(None, f"send bucket {bucket.position}"):
-            self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
+            self.in_flight.append(
+                (bucket, self._communicator.send(bucket, flat, f"bucket.{bucket.position}"))
+            )
         bucket.launched = True
         self._watched.update(bucket.indices)
         for entry in () if bucket.void else bucket.entries:
@@ -291,14 +285,14 @@ class Reducer(Machine):
     def _arrive(self) -> list[float]:
         """Waits for all buckets, in order; returns the control flags if the last one carried them."""
         flags: list[float] = []
-        for _, work in self._in_flight:  # a second message leaves before the first bucket is waited for
+        for _, work in self.in_flight:  # a second message leaves before the first bucket is waited for
             work.advance(True, GRADIENTS)
-        while self._in_flight:
+        while self.in_flight:
             flags = self._land_first()
         return flags
 
     def _land_first(self) -> list[float]:
-        bucket, work = self._in_flight.pop(0)
+        bucket, work = self.in_flight.pop(0)
         result = work.wait(GRADIENTS)
         if not bucket.void:
             self._landed(bucket, result)
@@ -352,7 +346,7 @@ class Reducer(Machine):
             return
         # The other ranks add zeros to the leader's order. This sum stands for a broadcast, from which a
         # rank that has joined could not be absent.
-        order = self._counts.last_arrival if self._communicator.is_leader else None
+        order = self._counts.last_arrival if self.process_set.rank() == 0 else None
         votes = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
         dense, sparse = self.assignment.extend(fresh, self._sum(votes, "place"), self._sparse_as_dense)
@@ -371,11 +365,13 @@ class Reducer(Machine):
     def _make_buckets(self) -> None:
         self.assignment.make_buckets()
         self._next = 0
-        if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
+        by, last = self._communicator, self.assignment.buckets[-1] if self.assignment.buckets else None
+        # Flags are float32 and summed.
+        if last and by.linear and last.dtype is torch.float32 and by.compression is Compression.none:
             # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 4 + 33 = 43 elements:
             #
             #   used x 3 | late x 3 | resynchronize | notice | further | unsteady | fingerprint of weights x 33
-            self.assignment.buckets[-1].flags = ControlFlags.size(self._known) + Sums.SIZE
+            last.flags = ControlFlags.size(self._known) + Sums.SIZE
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
     def _full_report(self) -> Report:
@@ -396,15 +392,14 @@ class Reducer(Machine):
 
     # ---------------------------------------------------------------------------------- between steps
 
-    def _end_step(self, facts: Facts | None = None) -> None:
-        super()._end_step(facts)
+    def end_step(self, facts: Facts | None = None) -> None:
+        super().end_step(facts)
         self._counts.close_step(facts is not None)
-        for gradient in self._gradients:
-            gradient.begin_step()
-        for index in () if facts is None else facts.used:
-            self._gradients[index].reduced()
+        used = set() if facts is None else set(facts.used)
+        for index, gradient in enumerate(self._gradients):
+            gradient.begin_step(index in used)
         self._late.clear()
-        self._in_flight.clear()
+        self.in_flight.clear()
         # Emptied and never replaced: the hooks of all parameters look into this very set.
         self._watched.clear()
         self._watch_sums()
@@ -420,13 +415,13 @@ class Reducer(Machine):
 
         Work in flight ends in memory and under names that are not used again.
         """
-        for bucket, work in self._in_flight:
+        for bucket, work in self.in_flight:
             work.forget()
             bucket.free()  # Horovod may still write to this memory, so the next step must not use it
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self.renew_names()
-        self._end_step()
+        self.end_step()
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them again. Call it on every rank."""
@@ -456,4 +451,4 @@ class Reducer(Machine):
         # Once more: the assignment has made its buckets without room for flags. The step begins after that,
         # since it sets what the new buckets wait for.
         self._make_buckets()
-        self._end_step()
+        self.end_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -24,12 +25,9 @@ class StepStats:
     control_messages: int = 0
 
     @property
-    def launches(self) -> dict[int, int]:
+    def launches(self) -> Counter[int]:
         """Launches per bucket."""
-        counts: dict[int, int] = {}
-        for bucket in self.launch_order:
-            counts[bucket] = counts.get(bucket, 0) + 1
-        return counts
+        return Counter(self.launch_order)
 
 
 @dataclass
@@ -46,7 +44,7 @@ class ReductionStats:
     """
 
     steps: int = 0
-    launches: dict[int, int] = field(default_factory=dict)
+    launches: Counter[int] = field(default_factory=Counter)
     launches_in_backward: int = 0
     late_gradients: int = 0
     unbucketed_gradients: int = 0
@@ -55,8 +53,7 @@ class ReductionStats:
     def close_step(self, step: StepStats) -> None:
         """Adds a finished step."""
         self.steps += 1
-        for bucket in step.launch_order:
-            self.launches[bucket] = self.launches.get(bucket, 0) + 1
+        self.launches.update(step.launch_order)
         self.launches_in_backward += step.launches_in_backward
         self.late_gradients += len(step.late_gradients)
         self.unbucketed_gradients += len(step.unbucketed_gradients)

@@ -30,7 +30,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.reduction.buckets import is_dense
+from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 
@@ -87,11 +87,7 @@ class Sums:
 
     @staticmethod
     def equal(values: Sequence[float], scale: float) -> bool:
-        """Whether all ranks that brought a fingerprint brought the same.
-
-        Args:
-            scale: what the sums have been multiplied by.
-        """
+        """Whether all ranks that brought a fingerprint brought the same, given the sums times ``scale``."""
         ranks, *sums = (round(value / scale) for value in values)
         return all(ranks * squares == digits**2 for digits, squares in zip(sums[:16], sums[16:]))
 
@@ -118,14 +114,11 @@ class _Prepared(NamedTuple):
 class WeightVerification:
     """The comparison of one optimizer's weights. All ranks call its methods in the same order.
 
-    Args:
-        names, parameters: names and parameters of the optimizer; the lists may grow.
-        process_set: the ranks that compare.
-
     Attributes:
         sample: where the ranks take over parts of each other's weights in each step (stages 1 and 2), so that what one rank has
             written is gone or everywhere before its part's turn comes: gives for a number and some parameters the bits of one
             element of each, int64 [parameters]. They are compared in each step.
+        compared: the parameters that are compared, by index.
         turn: the part that is compared next.
         written: parameters that this rank has written outside of steps since the last synchronization, which compares them in
             any case, where an optimizer says so.
@@ -140,7 +133,7 @@ class WeightVerification:
     ) -> None:
         self._names, self._parameters, self._process_set = names, parameters, process_set
         self.sample: Callable[[int, Sequence[torch.Tensor]], torch.Tensor] | None = None
-        self._compared: list[int] = []
+        self.compared: list[int] = []
         self._parts: list[list[_Range]] = []
         self.turn, self.alone = 0, False
         self.written: list[torch.Tensor] = []
@@ -153,8 +146,8 @@ class WeightVerification:
     def compare(self, indices: Iterable[int]) -> None:
         """Compares these parameters from now on, the same on every rank."""
         chosen = sorted(indices)
-        if chosen != self._compared:
-            self._compared = chosen
+        if chosen != self.compared:
+            self.compared = chosen
             self._parts = _divide([self._parameters[index] for index in chosen], chosen)
             self._equal_in.clear()
             self._prepared = self._sent = None
@@ -177,16 +170,14 @@ class WeightVerification:
         if self._sent is None:
             return Sums.encode(None)
         value = self._sent.value
-        for index in self._compared if written else ():
+        for index in self.compared if written else ():
             if id(self._parameters[index]) in written and not self._ignores(index):
                 value = value * _FOLD + fingerprint(self._parameters[index]).to(value.device) + index
         return self._sent.flags if value is self._sent.value else Sums.encode(value)
 
     def prepare(self, exact: bool = True) -> None:
-        """Takes the fingerprint that the next synchronization sends, once this one has sent its own.
-
-        Args:
-            exact: the flags are not rounded before they are summed.
+        """Takes the fingerprint that the next synchronization sends, once this one has sent its own; ``exact`` if flags are not
+        rounded.
         """
         self._steps += 1
         most = MAX_RANKS if exact else ROUNDED_RANKS
@@ -194,7 +185,7 @@ class WeightVerification:
             turn = (self.turn + 1) % len(self._parts)
             value, sampled, sample = self._of_part(turn), [], None
             if self.sample is not None:
-                sampled = [index for index in self._compared if not self._ignores(index)]
+                sampled = [index for index in self.compared if not self._ignores(index)]
                 sample = self.sample(self._steps, [self._parameters[index] for index in sampled])
                 value = value * _FOLD + fingerprint(sample).to(value.device)
             self._prepared = _Prepared(turn, self._steps, value, Sums.encode(value), sampled, sample)
@@ -221,16 +212,16 @@ class WeightVerification:
             if self._ignores(index):
                 continue
             parameter = self._parameters[index]
-            piece = parameter.view(-1) if parameter.is_contiguous() else _in_memory_order(parameter)
+            contiguous = parameter.is_contiguous()
+            piece = parameter.view(-1) if contiguous else TensorSpec.of(parameter).flatten(parameter)
             if stop - start < piece.numel():
                 piece = piece[start:stop]
-            more = (stop - start) * piece.element_size()
             alike = not pieces or (piece.dtype is pieces[0].dtype and piece.device == pieces[0].device)
-            if pieces and not (alike and size + more <= JOINED_BYTES):
+            if pieces and not (alike and size + piece.nbytes <= JOINED_BYTES):
                 yield pieces
                 pieces, size = [], 0
             pieces.append(piece)
-            size += more
+            size += piece.nbytes
         if pieces:
             yield pieces
 
@@ -273,15 +264,15 @@ class WeightVerification:
         samples: dict[int, int] = {}
         if self._sent is not None and self._sent.sample is not None:
             samples = dict(zip(self._sent.sampled, (self._sent.sample * _FOLD + 1).tolist()))
-        table = torch.zeros(len(ranks), _FACTS + 2 * len(self._compared), dtype=torch.int64)
+        table = torch.zeros(len(ranks), _FACTS + 2 * len(self.compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
         facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
         table[own, :4] = torch.tensor(facts)
         table[own, 4:_FACTS] = torch.frombuffer(bytearray(host), dtype=torch.int64)
-        for column, index in enumerate(self._compared if self._takes_part else (), _FACTS):
+        for column, index in enumerate(self.compared if self._takes_part else (), _FACTS):
             if not self._ignores(index):
                 table[own, column] = int(fingerprint(self._parameters[index])) or 1
-                table[own, column + len(self._compared)] = samples.get(index, 0)
+                table[own, column + len(self.compared)] = samples.get(index, 0)
         rows = total(table, "weights")
         present = [row for row in rows if row[0]]
         # Ranks at different parts are level again from here on. If nothing differs in the table, that was all.
@@ -290,16 +281,16 @@ class WeightVerification:
         comparing = {rank: row for rank, row in zip(ranks, rows) if row[0] == 2}
         columns = [
             (index, column)
-            for column, index in enumerate(self._compared, _FACTS)
+            for column, index in enumerate(self.compared, _FACTS)
             if all(row[column] for row in comparing.values())
         ]
         # What one rank ignores all ignore from here on. Else the ranks would take the fingerprint of a part
         # over different parameters, and exchange this table in every step.
-        self._ignored.update(set(self._compared).difference(index for index, _ in columns))
+        self._ignored.update(set(self.compared).difference(index for index, _ in columns))
         turns = {entry.parameter for entry in self._parts[part]} if level else set()
         columns.sort(key=lambda pair: pair[0] not in turns)
         # Weights that differ now, and else those that differed when samples were taken.
-        sampled = [(index, column + len(self._compared)) for index, column in columns]
+        sampled = [(index, column + len(self.compared)) for index, column in columns]
         different, columns = next(
             (
                 (index, table)
@@ -319,25 +310,14 @@ class WeightVerification:
 
         def entry(index: int, value: int) -> TableEntry:
             parameter = self._parameters[index]
-            dtype, bits = (
-                str(parameter.dtype).removeprefix("torch."),
-                value.to_bytes(8, "little", signed=True),
-            )
-            return TableEntry(self._names[index], tuple(parameter.shape), dtype, bits)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            return TableEntry(self._names[index], tuple(parameter.shape), dtype, value)
 
         tables = [[entry(index, row[column]) for index, column in columns] for row in comparing.values()]
         error = difference(list(comparing), hosts, tables, since)
         if isinstance(error, WeightsDiffer):
             error.first = own == next(position for position, row in enumerate(rows) if row[0])
         raise error
-
-
-def _in_memory_order(parameter: torch.Tensor) -> torch.Tensor:
-    """The elements, 1-D; not copied where they fill consecutive places."""
-    parameter = parameter.detach()
-    if not parameter.is_contiguous() and is_dense(parameter.shape, parameter.stride()):
-        return parameter.as_strided((parameter.numel(),), (1,))
-    return parameter.reshape(-1)
 
 
 def _divide(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[list[_Range]]:

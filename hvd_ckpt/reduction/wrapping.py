@@ -17,17 +17,10 @@ _live: list[weakref.ref[ReducedOptimizer]] = []
 def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
     """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
     wrapped = type(optimizer)
-    methods: dict[str, Any] = {}
-    # The most basic class first, so that a derived class's methods replace those of its bases.
-    for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
-        methods.update(vars(base))
-    # These belong to the class that they were found in; ``type()`` makes those of the new class.
-    for name in ("__dict__", "__weakref__", "__annotations__"):
-        methods.pop(name, None)
     # Horovod's own functions know its optimizers by their module.
-    methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
+    described = {"__module__": HorovodOptimizer.__module__, "__doc__": wrapped.__doc__}
     # Not constructed: groups, state and hooks of the given optimizer become this one's, as the same objects.
-    new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
+    new: Any = object.__new__(type(wrapped.__name__, (methods_of, wrapped), described))
     # ``step`` is an instance attribute where a learning rate scheduler has patched it.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
     # A property of the new class, so an entry in the instance's dict would have no effect: it is set as an attribute below.
@@ -39,9 +32,8 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
     new._step_supports_amp_scaling = supports_scaling
     new.reducer = None
     new.keep_groups = _keep_groups(weakref.ref(optimizer), weakref.ref(new), optimizer.param_groups)
-    new.register_load_state_dict_post_hook(
-        new.keep_groups, prepend=True
-    )  # a hook of both: they have one table of hooks
+    # A hook of both: they have one table of hooks.
+    new.register_load_state_dict_post_hook(new.keep_groups, prepend=True)
     if "step" in vars(optimizer):
         new.register_step_post_hook(_tell_schedulers(weakref.ref(optimizer)))
     return new

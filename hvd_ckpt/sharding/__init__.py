@@ -4,11 +4,11 @@ Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Tri
 
 All stages:
 
-    construction     checks of arguments, then layout, reducer and store
+    construction     checks of arguments, and equal weights at the start
     layout           which rank has which elements of which parameter
     optimizer        the methods of the optimizer, which updates shards
-    sharding         the parts of an optimizer, as one object
-    surface, state_view    what a user finds in its groups and state: parameters of the model, over pieces
+    sharding         the parts of an optimizer, as one object, and whether the user or the wrapped class finds them
+    surface          what a user finds in its state, and runs around its step
     exchange, rows   reduce-scatter and all-gather
     formats          the number formats in which ranks send values
     elementwise      optimizers that can update shards
@@ -31,9 +31,7 @@ Weights:
     parameters       parameters that are whole only while their unit runs (stage 3)
     units            which parameters are gathered together
     module_hooks     hooks around a module's passes
-    passes           when units are gathered and freed
-    prefetch         the order in which units are gathered ahead
-    unshard          the states of a unit's parameters
-    group_memory     the memory of one group of a unit
+    passes           when units are gathered, also ahead, and freed
+    unshard          the memory and states of a unit's parameters
     divergence       ranks that run different units
 """

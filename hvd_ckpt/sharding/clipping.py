@@ -12,7 +12,6 @@ import torch
 from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding.gradients import whole_gradients
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
@@ -34,29 +33,42 @@ def clip_grad_norm_(
     Returns:
         The norm of all gradients together before clipping, in the dtype that torch gives it. It is the same on every rank.
 
-    If layers are split (:func:`hvd_ckpt.tensor_parallel`), the norm is that of the whole model, the same on all parts.
+    If layers are split (:func:`hvd_ckpt.tensor_parallel`), or the model is in stages (:class:`hvd_ckpt.Pipeline`), the norm is that
+    of the whole model, the same on all parts and stages. Stages exchange the norm of each parameter, so it has the bits of a model
+    without stages; with sharded gradients, they exchange one norm, and it is equal up to rounding.
 
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
-    chosen = _parameters(parameters)
-    owners = [parameters] if isinstance(parameters, ReducedOptimizer) else owners_of(chosen)
+    if isinstance(parameters, torch.optim.Optimizer):
+        chosen = [parameter for group in parameters.param_groups for parameter in group["params"]]
+    else:
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    owners = [parameters] if isinstance(parameters, ReducedOptimizer) else _owners_of(chosen)
     for optimizer in owners:
         optimizer.reduce_for_caller()
-    split = split_gradients(owners, chosen)
-    if split is None and whole_model.is_split():
-        norm = _clip_in_parts(chosen, max_norm, norm_type, error_if_nonfinite)
-    elif split is None:
-        norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+    split = _split_gradients(owners, chosen)
     if split is None:
+        clip = _clip_whole if whole_model.is_split() else torch.nn.utils.clip_grad_norm_
+        norm = clip(chosen, max_norm, norm_type, error_if_nonfinite)
         # All ranks have scaled alike. Without this, step() would take the fingerprint of each gradient to find that out.
         for optimizer in owners:
             optimizer.note_changes()
         return norm
     as_whole = owners[0].replicas is not None  # which promise torch's bits
-    total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type)) or 0.0
-    result = torch.as_tensor(total, dtype=norm_dtype(split.dtypes))
+    total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type))
+    dtypes = split.dtypes
+    if not isinstance(total, torch.Tensor):
+        # A stage without gradients has -1.
+        own = torch.tensor([-1.0 if total is None else total], dtype=torch.float64)
+        norms, dtypes = whole_model.over_stages(own, dtypes)
+        there = norms[~(norms < 0)]
+        joined = (
+            there.sum() if norm_type == 0 or len(there) < 2 else torch.linalg.vector_norm(there, norm_type)
+        )
+        total = float(joined)
+    result = torch.as_tensor(total, dtype=_norm_dtype(dtypes))
     _check_finite(result, norm_type, error_if_nonfinite)
     if isinstance(total, torch.Tensor):
         torch.nn.utils.clip_grads_with_norm_([piece.parameter for piece in split.pieces], max_norm, total)
@@ -65,19 +77,16 @@ def clip_grad_norm_(
     return result
 
 
-def _clip_in_parts(
-    chosen: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+def _clip_whole(
+    chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Clips whole gradients where layers are split: slices count on all parts, and what each part has whole counts once."""
-    trained = [parameter for parameter in chosen if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
-    total = torch.zeros((), dtype=torch.float64)
-    if norms:
-        total = torch.linalg.vector_norm(whole_model.norms(torch.stack(norms), trained, norm_type), norm_type)
-    total = total.to(norm_dtype(gradient.dtype for gradient in gradients))
+    """Clips whole gradients by the norm of a model of which this process has a part."""
+    norms, dtypes = whole_model.gradient_norms(chosen, norm_type)
+    # In the order of the whole model's parameters, as torch adds them, with the same bits.
+    norms = norms.to(_norm_dtype(dtypes))
+    total = torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.new_zeros(())
     _check_finite(total, norm_type, error_if_nonfinite)
-    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total)
     return total
 
 
@@ -89,35 +98,22 @@ def _check_finite(total: torch.Tensor, norm_type: float, error_if_nonfinite: boo
         )
 
 
-def _parameters(given: Any) -> list[torch.Tensor]:
-    if isinstance(given, torch.optim.Optimizer):
-        return [parameter for group in given.param_groups for parameter in group["params"]]
-    return [given] if isinstance(given, torch.Tensor) else list(given)
-
-
-def owners_of(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
+def _owners_of(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
     """The distributed optimizers that the parameters belong to, in an order that is the same on every rank."""
     owners = {id(owner): owner for parameter in chosen if (owner := owner_of(parameter)) is not None}
     return sorted(owners.values(), key=lambda owner: owner.identity)
 
 
-def split_gradients(
+def _split_gradients(
     owners: Sequence[ReducedOptimizer], chosen: Sequence[torch.Tensor]
 ) -> SplitGradients | None:
-    """The gradients of the parameters, if they are split over the ranks, else None.
-
-    Args:
-        owners: the optimizers of the parameters; their gradients are reduced.
-
-    Raises:
-        ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
-    """
+    """The gradients of the parameters, which are reduced, if they are split over the ranks."""
     split = [owner for owner in owners if isinstance(owner, ShardedOptimizer) and owner.shard_stage > 1]
     if not split:
         return None
+    layout = split[0].sharding.layout
     if len(owners) > 1 or any(
-        parameter.grad is not None and split[0].sharding.layout.index(parameter) is None
-        for parameter in chosen
+        parameter.grad is not None and layout.index(parameter) is None for parameter in chosen
     ):
         raise ValueError(
             "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
@@ -126,18 +122,14 @@ def split_gradients(
     return SplitGradients(split[0], chosen)
 
 
-def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def _norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype that torch gives the norm of gradients of these dtypes together: real; the default dtype without gradients."""
     real = [dtype.to_real() for dtype in dtypes]
     return functools.reduce(torch.promote_types, real) if real else torch.get_default_dtype()
 
 
 class SplitGradients:
-    """Gradients of which each rank has its shards (stages 2 and 3).
-
-    Attributes:
-        pieces: those of this rank that have gradients.
-    """
+    """Gradients of which each rank has its shards (stages 2 and 3); ``pieces`` are those of this rank."""
 
     def __init__(self, optimizer: ShardedOptimizer, chosen: Sequence[torch.Tensor]) -> None:
         sharding = self.sharding = optimizer.sharding
@@ -194,16 +186,19 @@ class SplitGradients:
             return torch.tensor(0.0, dtype=torch.float32)
         layout, weights = self.sharding.layout, self.sharding.store.shards
         shards: dict[int, torch.Tensor] = {}
-        for position in {layout.group_of[index].position for index in self._used}:
+        for position in sorted({layout.group_of[index].position for index in self._used}):
             # Gradients have the dtype of what is stepped: of the masters where there are any.
             stepped = self.sharding.masters.by_group.get(position, weights[position])
             shards[position] = torch.zeros_like(stepped)
         for piece in self.pieces:
             piece.span.of(shards[layout.group_of[piece.index].position]).copy_(_gradient(piece))
-        norms = {
-            index: foreach_norm([gradient], order)[0]
-            for index, gradient in whole_gradients(layout, self._exchange, shards)
-        }
+        norms: dict[int, torch.Tensor] = {}
+        for position, shard in shards.items():
+            group = layout.groups[position]
+            flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
+            self._exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
+            for index, gradient in zip(group.indices, layout.views(group, flat)):
+                norms[index] = foreach_norm([gradient], order)[0]
         in_order = torch.stack([norms[index] for index in self._in_order])
         total: torch.Tensor = torch.linalg.vector_norm(in_order, order)
         return total

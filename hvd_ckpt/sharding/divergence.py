@@ -22,12 +22,7 @@ ELSEWHERE = -1
 
 
 class Divergence:
-    """The unit that this rank waits for, and those of the other ranks.
-
-    Args:
-        exchange: the ranks.
-        titles: the names of the units.
-    """
+    """The unit that this rank waits for, and those of the other ranks."""
 
     def __init__(self, exchange: Exchange, titles: Sequence[str]) -> None:
         self._exchange, self._titles = exchange, titles

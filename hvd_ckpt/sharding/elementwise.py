@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ _ELEMENTWISE = (
     "Rprop",
     "SGD",
 )
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# State of torch.optim's classes that is not of a parameter's elements.
+COUNTERS = ("step", "eta", "mu", "mu_product")
 _OTHERS = {
     "LBFGS": "takes inner products over all parameters",
     "Adafactor": "keeps sums of a matrix's rows and columns",
@@ -62,6 +67,17 @@ def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class that steps: of a distributed optimizer the wrapped one."""
     kind: type[Any] = getattr(optimizer, "wrapped_class", type(optimizer))
     return kind
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy with the methods and settings of an optimizer, without its state and hooks, to be given groups and tried out."""
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        # A class of one's own may change containers.
+        twin.__dict__[name] = copy.copy(value) if type(value) in (list, dict, set) else value
+    twin.__dict__.update({name: OrderedDict() for name in HOOKS})
+    twin.state = defaultdict(dict)
+    return twin
 
 
 def optimizer_classes() -> dict[str, Any]:

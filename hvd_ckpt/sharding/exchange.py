@@ -9,6 +9,7 @@ a cycle of Horovod on small messages, but little on large ones, and cannot overl
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +23,7 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.rows import RowCollectives, carried
 
 Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
-KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "control")
-
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
-
-
-def _zeros() -> dict[Kind, int]:
-    return dict.fromkeys(KINDS, 0)
 
 
 @dataclass
@@ -39,14 +34,10 @@ class Traffic:
     hands to the network. Lower layers (headers, a tree of broadcasts) are not counted. So a step of stage 3 sends each parameter
     three times: two gathers and one reduce-scatter. A control message, which every rank needs whole, counts 2 (n - 1) / n of it.
     ``gather_within`` is what stays within a group of ranks that has shards of its own.
-
-    Attributes:
-        sent: bytes, by kind.
-        calls: collectives.
     """
 
-    sent: dict[Kind, int] = field(default_factory=_zeros)
-    calls: dict[Kind, int] = field(default_factory=_zeros)
+    sent: Counter[Kind] = field(default_factory=Counter)
+    calls: Counter[Kind] = field(default_factory=Counter)
 
     def count(self, kind: Kind, sent: int) -> None:
         self.calls[kind] += 1
@@ -55,10 +46,6 @@ class Traffic:
 
 class Exchange(RowCollectives):
     """The collectives of one sharded optimizer, with what they send.
-
-    Args:
-        process_set: Horovod's, the ranks that take part.
-        prefix: prefix of all names.
 
     Attributes:
         ranks, rank: number of ranks of the process set, and this rank in it.
@@ -92,7 +79,6 @@ class Exchange(RowCollectives):
 
         Args:
             flat: contiguous, untouched until the work is done.
-            what: names it, the same on every rank.
             scale: scale of the sum; 1 / ranks gives the average.
             format: of what travels; with one rank nothing does, and nothing is rounded.
 
@@ -102,7 +88,7 @@ class Exchange(RowCollectives):
         if flat.dtype.is_complex:
             real = self.reduce_scatter(torch.view_as_real(flat).view(-1), what, scale, format)
             return real.then(lambda result: torch.view_as_complex(result.view(-1, 2)))
-        numel = self._shard_numel(flat)
+        numel = flat.numel() // self.ranks
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
         if numel == 0:
             return Work((), lambda _: out)
@@ -142,7 +128,6 @@ class Exchange(RowCollectives):
         Args:
             shard: contiguous; it may lie in ``flat`` where it belongs. Untouched until the work is done.
             flat: contiguous; undefined until the work is done. Its version counter does not move.
-            what: names it, the same on every rank.
             format: of what travels; with one rank nothing does, and nothing is rounded.
 
         Returns:
@@ -153,7 +138,7 @@ class Exchange(RowCollectives):
                 torch.view_as_real(shard).view(-1), torch.view_as_real(flat).view(-1), what, format
             )
             return real.then(lambda _: flat)
-        numel = self._shard_numel(flat)
+        numel = flat.numel() // self.ranks
         # Its version counter is its own: autograd may have saved views of ``flat``, which are valid again after a gather.
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]
@@ -195,9 +180,3 @@ class Exchange(RowCollectives):
     def allreduce(self, values: torch.Tensor, what: str, op: int = Sum) -> Work:
         self.traffic.count("control", 2 * (self.ranks - 1) * values.nbytes // self.ranks)
         return super().allreduce(values, what, op)
-
-    def _shard_numel(self, flat: torch.Tensor) -> int:
-        numel, rest = divmod(flat.numel(), self.ranks)
-        if rest:
-            raise ValueError(f"{flat.numel()} elements do not divide by {self.ranks} ranks; pad them")
-        return numel

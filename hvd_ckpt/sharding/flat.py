@@ -26,7 +26,6 @@ class FlatParameters:
 
     Args:
         layout: the parameters; each is given a place in its group's flat tensor, with its value.
-        exchange: how the ranks' shards are gathered.
         format: communication format of the weights. A lossy one makes the ranks' weights differ from the exact ones in the shards.
 
     Attributes:

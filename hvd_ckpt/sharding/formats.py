@@ -27,7 +27,6 @@ class WireFormat:
     A flat run of ``rows * m`` elements becomes ``rows`` equal rows of the wire, which can be sent and decoded one by one.
 
     Attributes:
-        name: the format's.
         bytes_per_element: bytes that are sent for a float32 element (for int8: with the scales).
     """
 
@@ -234,11 +233,7 @@ def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]
 
 
 def wire_format(name: str) -> WireFormat:
-    """The communication format of that name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """The communication format of that name; an unknown one is a ValueError."""
     try:
         return WIRE_FORMATS[name]
     except (KeyError, TypeError):

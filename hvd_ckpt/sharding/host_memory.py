@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.text import show_bytes
 
@@ -55,11 +55,7 @@ class MappedFiles:
             )
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """1-D tensors of zeros: all of them or none.
-
-        Raises:
-            OffloadError: there is no room for them.
-        """
+        """1-D tensors of zeros: all of them, or an OffloadError."""
         try:
             return [self._mapped(numel, dtype) for numel, dtype in wanted]
         except OSError as error:
@@ -94,10 +90,6 @@ class MappedFiles:
         for memory in list(self._maps.values()):
             _advise(memory, mmap.MADV_DONTNEED)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.nbytes() for memory in self._maps.values())
-
 
 def _advise(memory: torch.UntypedStorage, advice: int) -> None:
     """Of mapped, shared pages, which stay in the page cache, or in the file."""
@@ -111,9 +103,6 @@ class PinnedMemory:
     It is page-locked here and not by PyTorch, whose allocator of pinned memory rounds each size up to a power of two. PyTorch's
     keeps memory that a copy in flight uses; this memory is gone with the last of its tensors, which must outlive their copies.
     """
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for numel, dtype in wanted]
@@ -130,15 +119,10 @@ class PinnedMemory:
             tensors.append(
                 torch.frombuffer(own, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
             )
-        self._held.update((id(tensor), tensor) for tensor in tensors)
         return tensors
 
     def advise(self, tensor: torch.Tensor, soon: bool) -> None:
         pass
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._held.values())
 
 
 def _page_locked(nbytes: int) -> NDArray[np.uint8]:

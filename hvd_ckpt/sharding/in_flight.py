@@ -66,7 +66,6 @@ class InFlight:
     """The reduce-scatters in flight, and this rank's shards of those that have arrived.
 
     Args:
-        exchange, format: collectives and communication format of gradients.
         scale: scale of the sums over the ranks.
         offload: has the memory of the shards, if that is not the parameters' own.
         groups: have that memory from the start, if they are trained.

@@ -16,48 +16,10 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.reduction.assignment import pack
-from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense
+from hvd_ckpt.reduction.buckets import MEBIBYTE, TensorSpec
 
 RUN_BYTES = 32 * MEBIBYTE  # of what local SGD averages together, counted in memory estimates, too
 ALIGNMENT = 64  # elements, so at least the 64 bytes at which PyTorch allocates on a CPU; parameters and shards begin at multiples
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and strides of a whole parameter; the strides, which have no gaps, give the order of its elements in memory."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The tensor's own, or those of its contiguous copy where it has gaps or elements that share memory."""
-        packed = tensor if is_packed(tensor) else torch.empty(tensor.shape, device="meta")
-        return cls(tensor.shape, packed.stride())
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def flatten(self, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor of this shape in the parameter's memory order, 1-D; a view where its strides allow."""
-        whole = whole.detach()
-        if whole.layout is not torch.strided:
-            whole = whole.to_dense()
-        if whole.stride() != self.stride:
-            whole = torch.empty_strided(
-                self.shape, self.stride, dtype=whole.dtype, device=whole.device
-            ).copy_(whole)
-        return whole.as_strided((self.numel,), (1,))
-
-    def unflatten(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """A view of consecutive elements, from ``offset`` on, as the whole parameter."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
-
-
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills consecutive memory, each place with one element."""
-    return tensor.is_contiguous() or not tensor.numel() or is_dense(tensor.shape, tensor.stride())
 
 
 class ShardSpan(NamedTuple):
@@ -157,15 +119,7 @@ def _aligned(numel: int) -> int:
 
 
 class Layout:
-    """The groups of some parameters.
-
-    Attributes:
-        names, parameters: all of them, by index.
-        specs: spec of each parameter when it was laid out.
-        ranks: how many ranks they are split over.
-        groups: by position.
-        group_of: each parameter's group.
-    """
+    """The groups of some parameters."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.planning.deferred import DeferredLogits
 from hvd_ckpt.planning.policy import is_planned
-from hvd_ckpt.recompute.deferred import DeferredLogits
 from hvd_ckpt.recompute.keeper import Plain, plain
 from hvd_ckpt.utils.torch_private import (
     DisableTorchFunction,
@@ -28,15 +28,13 @@ class UnitCall:
     """One use of a unit: from its first module to its last, and the way back through them.
 
     Attributes:
-        unit: its number.
         left: modules that have not run yet.
         entered: inputs of the first module that require a gradient, and what it was given in their place, while it runs.
     """
 
-    __slots__ = ("entered", "left", "unit")
+    __slots__ = ("entered", "left")
 
-    def __init__(self, unit: int, modules: int) -> None:
-        self.unit = unit
+    def __init__(self, modules: int) -> None:
         self.left = list(range(modules))
         self.entered: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -45,9 +43,6 @@ def register_post_backward(
     call: UnitCall, post_backward: Callable[[UnitCall], None], args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     """The arguments of the first module, behind an identity whose backward pass comes after all of the unit's.
-
-    Args:
-        post_backward: called then.
 
     Returns:
         The arguments, or None where none requires a gradient.

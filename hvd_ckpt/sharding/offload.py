@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvd_ckpt.recompute.calls import map_tensors
-from hvd_ckpt.sharding.elementwise import class_of
+from hvd_ckpt.sharding.elementwise import class_of, twin_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError, PinnedMemory
 
@@ -63,7 +63,7 @@ class Offload:
     @property
     def bytes(self) -> int:
         """Bytes of the offloaded state."""
-        return self._memory.nbytes
+        return sum(buffer.nbytes for own in self._buffers.values() for buffer in own.values())
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """Zeros, as memory for weights that are used in the step alone; on CUDA devices that is the device's own.
@@ -188,7 +188,7 @@ class Offload:
     def _try_out(
         self, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
     ) -> dict[str, torch.dtype]:
-        """The state that a step makes for a small parameter, which the optimizer has in place of its own meanwhile."""
+        """The state that a step makes for a small parameter."""
         small = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=self._device))
         small.grad = torch.zeros_like(small)
         options = {
@@ -196,25 +196,21 @@ class Offload:
             for name, value in optimizer.param_groups[number].items()
             if name != "params"
         }
-        before = _described(options, _numbers(optimizer))
-        group = {"params": [small], **options}
-        state: dict[str, Any] = {}
-        try:
-            with _alone(optimizer, group, small), torch.random.fork_rng(devices=[]):
-                class_of(optimizer).step(optimizer)
-        except KeyError:  # a class such as Adagrad makes its state in the constructor
-            pass
-        finally:
-            state = optimizer.state.pop(small, {})
+        twin, group = twin_of(optimizer), {"params": [small], **options}
+        twin.param_groups = [group]
+        before = _described(options, _numbers(twin))
+        # A class such as Adagrad makes its state in the constructor.
+        with suppress(KeyError), torch.random.fork_rng(devices=[]):
+            class_of(optimizer).step(twin)
         after = {name: value for name, value in group.items() if name != "params"}
-        if _described(after, _numbers(optimizer)) != before:
+        if _described(after, _numbers(twin)) != before:
             raise ValueError(
                 f"the state of optimizer {class_of(optimizer).__name__} cannot be offloaded: its step changes values in "
                 f"param_groups or attributes, so it cannot be taken for one parameter after the other; leave offload at None"
             )
         return {
             name: value.dtype
-            for name, value in state.items()
+            for name, value in twin.state[small].items()
             if isinstance(value, torch.Tensor) and value.shape == small.shape
         }
 

@@ -30,26 +30,21 @@ from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
-from hvd_ckpt.sharding.surface import Surface, run_hooks
+from hvd_ckpt.sharding.surface import StateElsewhere, run_hooks
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import copied_state
 
 
 class ShardedOptimizer(ReducedOptimizer):
-    """Methods of ``DistributedOptimizer(..., shard=...)``, copied like those of :class:`ReducedOptimizer`; for ``isinstance``
-    only.
+    """Methods of ``DistributedOptimizer(..., shard=...)``, as those of :class:`ReducedOptimizer`; for ``isinstance`` only.
 
-    ``param_groups`` hold the model's parameters, the same on every rank. ``state[parameter]`` has this rank's part of the state,
-    in which each element can be changed by itself (``value.zero_()``); a value that is set there may be whole. The wrapped
-    class's ``step``, ``state_dict`` and ``load_state_dict`` find :attr:`pieces` in their place; step hooks run around that, with
-    updated weights after it. Weights may be written between steps, the same values on every rank: at stage 3 within
+    ``param_groups`` hold the model's parameters, the same on every rank. The wrapped class's ``step``, ``state_dict`` and
+    ``load_state_dict`` find :attr:`pieces` in their place; step hooks run around that, with updated weights after it. ``state``
+    is that of the pieces. Weights may be written between steps, the same values on every rank: at stage 3 within
     :meth:`gathered_parameters`.
     """
 
-    _mark = "_sharded_by_hvd_ckpt"
-    _sharded_by_hvd_ckpt = True
     sharding: Sharding
-    surface: Surface
     reducer: Any  # a Reducer at stage 1, else a ShardReducer, or one of these of logical replicas
 
     # -------------------------------------------------------------------------------- what it is
@@ -85,7 +80,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         with self.sharding.store.gathered():
             yield
-        self.sharding.masters.follow(self.sharding.store.shards)
+        self.sharding.masters.follow()
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole ``state_dict()`` of the model, as copies in CPU memory. Collective.
@@ -124,16 +119,13 @@ class ShardedOptimizer(ReducedOptimizer):
         for parameter in itertools.chain.from_iterable(sharding.groups):
             parameter.grad = None
         self.state = defaultdict(dict)
-        self.sharding = self.surface = cast(Any, Released())
+        self.sharding = cast(Any, Released())
         self.keep_groups(self)
 
     # -------------------------------------------------------------------------------- gradients
 
     def synchronize(self) -> None:
-        """Reduces this step's gradients. At stage 1, ``p.grad`` has the result; at stages 2 and 3, the pieces' ``grad``.
-
-        Collective.
-        """
+        """Reduces this step's gradients: into ``p.grad`` at stage 1, the pieces' ``grad`` at stages 2 and 3. Collective."""
         weights, store = None if self.reducer is None else self.reducer.weights, self.sharding.store
         if weights is not None and isinstance(store, FlatParameters):
             weights.written += store.changed_since()
@@ -143,14 +135,14 @@ class ShardedOptimizer(ReducedOptimizer):
             self.sharding.store.reshard()
 
     def drop_gradients(self) -> None:
-        ReducedOptimizer.drop_gradients(self)
+        super().drop_gradients()
         if isinstance(self.reducer, ShardReducer):
             self.reducer.forget_consumed()
         self.sharding.drop_gradients()
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self.sharding.drop_gradients()
-        ReducedOptimizer._clear(self, *args, **kwargs)
+        super()._clear(*args, **kwargs)
 
     def _consume(self) -> None:
         self.sharding.drop_gradients()
@@ -159,9 +151,8 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """A context in which ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
-            with ReducedOptimizer.without_reduction(self):
+            with super().without_reduction():
                 yield
         except OffloadError:
             raise  # the step can be taken again
@@ -173,17 +164,9 @@ class ShardedOptimizer(ReducedOptimizer):
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
         """A context in which ``param_groups`` hold what has the gradients that a scaler divides: at stages 2 and 3 the pieces."""
-        if self.sharding.stage > 1:
-            with self.surface.pieces_in(self):
-                yield
-        else:
+        with self.sharding.pieces_in(self) if self.sharding.stage > 1 else contextlib.nullcontext():
             yield
         self.note_changes()
-
-    @property
-    def finds_overflow_alone(self) -> bool:
-        """True at stages 2 and 3, where a rank finds an inf or nan only in its own shard."""
-        return self.sharding.stage > 1
 
     # -------------------------------------------------------------------------------- the step
 
@@ -191,7 +174,8 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding, offload = self.sharding, self.sharding.offload
         if offload is not None:
             try:
-                with self._room(), self.surface.pieces_in(self):  # before any rank has changed a weight
+                # Before any rank has changed a weight.
+                with raised_everywhere(sharding.exchange, offload), sharding.pieces_in(self):
                     offload.reserve(self)
             except OffloadError:
                 self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
@@ -203,7 +187,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding.follow_model()
         sharding.take_gradients()
         try:
-            with self.surface.pieces_in(self):
+            with self.sharding.pieces_in(self):
                 result = self._step_pieces(*given[1:], **kwargs)
         except BaseException:
             # At stage 3 this only makes what was gathered stale. At stages 1 and 2 it would
@@ -230,13 +214,9 @@ class ShardedOptimizer(ReducedOptimizer):
         self.sharding.offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *others, **kwargs))
         return result
 
-    def _room(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
-        return raised_everywhere(self.sharding.exchange, self.sharding.offload)
-
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
-            with self.surface.whole_in(self):
+            with self.sharding.whole_in(self):
                 loss = closure()
                 self.sharding.follow_model()
             self.sharding.take_gradients()
@@ -260,14 +240,14 @@ class ShardedOptimizer(ReducedOptimizer):
         self.check_own_weights("add_param_group()")
         sharding = self.sharding
         given = param_group["params"]
-        whole = [given] if isinstance(given, torch.Tensor) else list(given)
-        param_group["params"] = whole  # what was given may be a generator
-        names = [pair[0] if isinstance(pair, tuple) else None for pair in whole]
-        whole = [pair[1] if isinstance(pair, tuple) else pair for pair in whole]
+        # What was given may be a generator.
+        given = param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        pairs = [pair if isinstance(pair, tuple) else ("", pair) for pair in given]
+        whole = [parameter for _, parameter in pairs]
         number = len(self.param_groups)
         taken = set(map(id, itertools.chain.from_iterable(sharding.groups)))
         named = []
-        for position, (given_name, parameter) in enumerate(zip(names, whole)):
+        for position, (given_name, parameter) in enumerate(pairs):
             name = given_name or self.known_names.get(parameter, f"allreduce.noname.{number}.{position}")
             if id(parameter) in taken:
                 raise ValueError(f"add_param_group: parameter '{name}' is in a parameter group already")
@@ -290,10 +270,15 @@ class ShardedOptimizer(ReducedOptimizer):
             assert isinstance(sharding.store, FlatParameters)  # at stage 3 the layout has the whole model
             sharding.store.add_groups(fresh)
             sharding.store.shards_changed(fresh)  # of each shard its owner's: the same weights everywhere
-            with self._room():
-                sharding.masters.add(fresh, sharding.store.shards)
+            with raised_everywhere(sharding.exchange, sharding.offload):
+                sharding.masters.add(fresh)
         sharding.add_param_group(whole)
-        self.state.update(made)
+        made_by_key: dict[Any, Any] = made
+        for key, entries in made_by_key.items():
+            if not isinstance(key, torch.Tensor):
+                self.state[key] = entries
+            elif (piece := sharding.piece_of(key)) is not None:
+                self.state[piece.parameter] = state.of_piece(piece, entries)
         if sharding.stage > 1:
             self.reducer.add_groups()
         elif self.reducer is not None:
@@ -307,10 +292,10 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         # A forward pass, say, may have written weights since the last step.
         store = self.sharding.store
-        if isinstance(store, ShardedParameters) and store.is_gathered:
+        if isinstance(store, ShardedParameters) and store.summoned:
             store.sync_from_model()
-        self.sharding.masters.follow(store.shards)
-        with self.surface.pieces_in(self):
+        self.sharding.masters.follow()
+        with self.sharding.pieces_in(self):
             part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
@@ -353,12 +338,13 @@ class ShardedOptimizer(ReducedOptimizer):
     def share_state(self, wrapped: torch.optim.Optimizer, loaded: bool) -> None:
         """Takes this rank's parts of a state of whole parameters that the wrapped optimizer has loaded."""
         if not self.shard_stage:
-            ReducedOptimizer.share_state(self, wrapped, loaded)
+            super().share_state(wrapped, loaded)
             return
-        view = self.surface.state
         if loaded:
-            view.replace(wrapped.state)
-        wrapped.state = cast(Any, view)
+            own = state.of_pieces(self, self.wrapped_class.state_dict(wrapped))
+            with self.sharding.pieces_in(self):
+                self.wrapped_class.load_state_dict(self, own)
+        wrapped.state = cast(Any, StateElsewhere())
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole state in CPU memory, in the form of the wrapped optimizer. Collective.
@@ -375,7 +361,9 @@ class ShardedOptimizer(ReducedOptimizer):
             if rank == sharding.exchange.rank:
                 mine = {
                     "pieces": own["pieces"],
-                    "state": pytree.tree_map_only(torch.Tensor, _on_cpu, own["state"]),
+                    "state": pytree.tree_map_only(
+                        torch.Tensor, lambda own: own.detach().to("cpu", copy=True), own["state"]
+                    ),
                 }
             part = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
             if all_ranks or sharding.exchange.rank == 0:
@@ -412,7 +400,7 @@ class ShardedOptimizer(ReducedOptimizer):
                 own.copy_(
                     state.assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own)
                 )
-        sharding.masters.follow(sharding.store.shards)
+        sharding.masters.follow()
         sharding.store.shards_changed(sharding.layout.groups)
 
     def _get_supports_amp_scaling(self) -> bool:
@@ -432,7 +420,3 @@ class ShardedOptimizer(ReducedOptimizer):
 def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
     """The parts of parameters that this rank has, as plain data."""
     return [[piece.name, piece.start, piece.stop] for piece in pieces]
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().clone()

@@ -6,29 +6,24 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
+from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.layout import Group
 from hvd_ckpt.sharding.module_hooks import SavedInPass
 from hvd_ckpt.sharding.passes import Passes
-from hvd_ckpt.sharding.unshard import Gathering, UnitParameters
-from hvd_ckpt.utils.fingerprint import fingerprint
+from hvd_ckpt.sharding.unshard import Gathering, ShardedUnit
 from hvd_ckpt.utils.unmaterialized import forget_split, note_split
 
 Unit = tuple[list[nn.Module], list[Group]]  # modules, and the groups of their parameters
 
 
-class ShardedParameters:
-    """The weights of stage 3.
-
-    Hooks on the model's modules do the work, and hold what they need: the model can be used, also for evaluation, after this
-    object is gone.
+class ShardedParameters(Passes):
+    """The weights of stage 3, which the hooks of the model's modules keep, so that it can be used when its optimizer is gone.
 
     Args:
         model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and an error to read.
@@ -39,70 +34,58 @@ class ShardedParameters:
 
     Attributes:
         shards: by group: this rank's exact values, 1-D.
-        written: what this rank has written to weights.
 
     Raises:
         OffloadError: there is no room for the shards.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        gathering: Gathering,
-        deferred: bool = False,
+        self, model: nn.Module, units: Sequence[Unit], gathering: Gathering, deferred: bool = False
     ) -> None:
         self._model = weakref.ref(model)
-        layout = gathering.layout
-        self._layout, self._exchange = layout, gathering.exchange
-        self.written = gathering.written
+        layout = self._layout = gathering.layout
+        self._exchange = gathering.exchange
         titles = list(_titles(model, units))
         divergence = Divergence(self._exchange, titles)
-        own = []
-        for (_, groups), title in zip(units, titles):
-            own.append(UnitParameters(gathering, groups, title, divergence))
-            if not deferred:
-                own[-1].split()  # before the shards of the next unit need memory
-        # By their places in the layout, which are not in the order of the units: the last block was laid out first.
-        self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
-        for (_, groups), parameters in zip(units, own):
-            for group, shard in zip(groups, parameters.shards):
-                self.shards[group.position] = shard
         owners = [_owners(model, layout.parameters_of(groups)) for _, groups in units]
         self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners[-1]]]
         self._layers = [*owners[:-1], []]
-        self._passes = Passes([(parameters, len(used)) for parameters, used in zip(own, self._modules)])
+        own = []
+        for (_, groups), used, title in zip(units, self._modules, titles):
+            own.append(ShardedUnit(gathering, groups, len(used), title, divergence))
+            if not deferred:
+                own[-1].split()  # before the shards of the next unit need memory
+        # By their places in the layout, which are not in the order of the units: the last block was laid out first.
+        flats = sorted((flat for unit in own for flat in unit.flats), key=lambda flat: flat.group.position)
+        self.shards = [flat.shard for flat in flats]
+        super().__init__(own)
         self._handles: list[Any] = []
         if not deferred:
             self._begin()
 
     def split(self) -> None:
         """Splits the parameters of a model where that was deferred."""
-        for unit in self._passes.units:
-            unit.parameters.split()
+        for unit in self.units:
+            unit.split()
         self._begin()
 
     def _begin(self) -> None:
-        self._handles = _hook(self._passes, self._modules, self._layers)
+        self._handles = _hook(self, self._modules, self._layers)
         self._modules, self._layers = [], []
         note_split(zip(self._layout.names, self._layout.parameters))
 
     def shards_changed(self, groups: Collection[Group] | None = None) -> None:
         """The shards of these groups (or all) have been changed, as those of others that are trained may have been by their owners:
         what was gathered of them is stale. Collective."""
-        self._passes.reset()
+        self.reshard()
         wanted = list(self._layout.groups if groups is None else groups)
         stale = [*wanted, *(group for group in self._layout.groups if group.requires_grad)]
-        for unit in self._passes.units:
-            unit.parameters.shards_changed(stale)
-        self._passes.summon_again()
+        for unit in self.units:
+            unit.shards_changed(stale)
+        self.summon_again()
         # As an in-place update of whole parameters does: a graph that has saved the old values then refuses
         # to run backward.
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
-
-    def reshard(self) -> None:
-        """The backward passes are over: nothing is whole now."""
-        self._passes.reset()
 
     def sync_from_model(self) -> None:
         """Keeps what was written to parameters within :meth:`gathered`, and refuses other changes.
@@ -117,38 +100,39 @@ class ShardedParameters:
                     f"parameter '{name}' is another one than when the parameters were split over the ranks; change values in "
                     "place inside optimizer.gathered_parameters(), or build the optimizer again"
                 )
-        self._passes.keep_written()
-        for unit in self._passes.units:
-            unit.parameters.check()
+        self.keep_written()
+        for unit in self.units:
+            unit.check()
         if (error := self._take_error()) is not None:
             raise error
 
     def find_written(self) -> RuntimeError | None:
         """The error of a pass that has written weights since the last synchronization."""
-        for unit in self._passes.units:
-            unit.parameters.find_written()
+        for unit in self.units:
+            unit.find_written()
         return self._take_error()
+
+    def _take_error(self) -> RuntimeError | None:
+        errors = [unit.error for unit in self.units if unit.error is not None]
+        for unit in self.units:
+            unit.error = None
+        return errors[0] if errors else None
 
     def _raise_error(self) -> None:
         """Raises that error on every rank, where ranks come together."""
-        if not (self._passes.summoned or self._passes.busy):
+        if not (self.summoned or self.busy):
             raise_together(self.find_written(), self._exchange.process_set, "the parameters of stage 3")
 
-    def _take_error(self) -> RuntimeError | None:
-        error, self.written.error = self.written.error, None
-        return error
+    def take_written(self) -> dict[int, int]:
+        """Fingerprints of what this rank has written within :meth:`gathered` since the last call, by index."""
+        written = {index: value for unit in self.units for index, value in unit.written.items()}
+        for unit in self.units:
+            unit.written.clear()
+        return written
 
-    def check_written(self, values: Mapping[int, int]) -> None:
-        """Raises RuntimeError, the same on every rank, if a rank has written other values than were kept. Collective.
-
-        Args:
-            values: fingerprints of what this rank has written, by index.
-        """
-        # Gathered again, since a rank may have written the same without a trace, as by Horovod's broadcast.
-        with self.gathered():
-            parameters = self._layout.parameters
-            own = [index for index, value in values.items() if value != int(fingerprint(parameters[index]))]
-        differing = list(chain(*allgather_objects(own, self._exchange.process_set, "written weights")))
+    def check_written(self, written: Sequence[Mapping[int, int]]) -> None:
+        """Raises RuntimeError, the same on every rank, if the ranks have not :meth:`take_written` the same."""
+        differing = {index for values in written for index, _ in values.items() ^ written[0].items()}
         if differing:
             raise RuntimeError(
                 f"the ranks have written different values to parameter '{self._layout.names[min(differing)]}' inside "
@@ -158,18 +142,12 @@ class ShardedParameters:
 
     def check_apart(self, what: str) -> None:
         """Raises RuntimeError inside :meth:`gathered`, or a forward or backward pass, where ``what`` would read old values."""
-        if self._passes.summoned or self._passes.busy:
-            where = (
-                "optimizer.gathered_parameters(); enter that inside it"
-                if self._passes.summoned
-                else "a forward or backward pass"
+        if self.summoned:
+            raise RuntimeError(
+                f"{what} does not work inside optimizer.gathered_parameters(); enter that inside it"
             )
-            raise RuntimeError(f"{what} does not work inside {where}")
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether this is within :meth:`gathered`."""
-        return self._passes.summoned > 0
+        if self.busy:
+            raise RuntimeError(f"{what} does not work inside a forward or backward pass")
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -179,16 +157,17 @@ class ShardedParameters:
             RuntimeError: inside a backward pass.
         """
         self._raise_error()
-        self._passes.summon()
+        self.summon()
         try:
             yield
         finally:
-            self._passes.release()
+            self.release()
 
-    def collected(self, here: bool) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
-        """See :meth:`.passes.Passes.collected`."""
+    @contextlib.contextmanager
+    def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
         self._raise_error()
-        return self._passes.collected(here)
+        with super().collected(here) as copies:
+            yield copies
 
     def unshard(self) -> None:
         """Gives the model whole parameters of its own and takes all hooks off. Collective.
@@ -196,16 +175,16 @@ class ShardedParameters:
         Raises:
             RuntimeError: inside :meth:`gathered`, or a forward or backward pass.
         """
-        if self._passes.summoned:
+        if self.summoned:
             raise RuntimeError(
                 "optimizer.unshard() does not work inside optimizer.gathered_parameters(); call it after it"
             )
         self._raise_error()
-        self._passes.summon()
-        for unit in self._passes.units:
-            unit.parameters.materialize()
+        self.summon()
+        for unit in self.units:
+            unit.materialize()
         # Not release(): units have no memory left to write back or to free.
-        self._passes.summoned = 0
+        self.summoned = 0
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -243,20 +222,18 @@ def _hook(
         layers: by unit, the modules that have its parameters; none for the last one.
     """
     handles: list[Any] = []
+    whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used, inside in zip(passes.units, modules, layers):
         for module in inside:
             if module not in used:
                 ran = _Hook(passes, functools.partial(passes.post_layer, unit))
                 handles.append(module.register_forward_hook(ran))
-            elif not type(module).__module__.startswith(
-                "torch.nn."
-            ):  # those hand on nothing but their output
+            elif not type(module).__module__.startswith("torch.nn."):  # hands on more than its output
                 saved = SavedInPass()
                 handles += [
                     module.register_forward_pre_hook(_Hook(passes, saved.before)),
                     module.register_forward_hook(_Hook(passes, saved.after), always_call=True),
                 ]
-    whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):
             # Prepended, since the user's own hooks may read parameters. Always called, since a forward pass that raises must

@@ -33,8 +33,7 @@ from hvd_ckpt.sharding.module_hooks import (
     tensors_left_in,
     tensors_within,
 )
-from hvd_ckpt.sharding.prefetch import Pass, PrefetchOrder
-from hvd_ckpt.sharding.unshard import UnitParameters
+from hvd_ckpt.sharding.unshard import ShardedUnit
 from hvd_ckpt.utils.frames import is_recomputing
 from hvd_ckpt.utils.torch_private import (
     DisableTorchFunction,
@@ -45,31 +44,21 @@ from hvd_ckpt.utils.torch_private import (
 )
 
 
-@dataclass(eq=False)
-class ShardedUnit:
-    """A unit at run time.
+@dataclass
+class Pass:
+    """One forward or backward pass.
 
     Attributes:
-        number: its place among the units; the last one is that of the model itself.
-        modules: how many run, one after the other.
-        parameters: parameters of the unit.
-        running: how many calls of its modules have begun and not ended.
-        begun: for each of these, the number of autograd's next node then.
-        call: in which its modules run now.
-        in_backward: calls whose backward pass has begun and not ended.
-        lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
-        awaited: it stays whole for a backward pass that is to come.
+        kind: passes of one kind that begin with the same unit are assumed to be equal.
+        taken: the units gathered so far.
+        learned: those of the last pass like it, while this one is like it.
+        differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).
     """
 
-    number: int
-    modules: int
-    parameters: UnitParameters
-    running: int = 0
-    begun: list[int] = field(default_factory=list)
-    call: UnitCall | None = None
-    in_backward: set[UnitCall] = field(default_factory=set)
-    lasting: bool = False
-    awaited: bool = False
+    kind: str
+    taken: list[int] = field(default_factory=list)
+    learned: list[int] | None = None
+    differentiated: bool = False
 
 
 # One training step of units A and B, and the root R with what they share, with ``unshard`` as + and ``reshard`` as -:
@@ -86,30 +75,27 @@ class Passes:
     """The forward and backward passes of a model whose parameters are split.
 
     Args:
-        units: in the model's order, that of the model last, each with the number of its modules.
+        units: in the model's order, that of the model last.
 
     Attributes:
         summoned: nothing is freed while it is not 0.
     """
 
-    def __init__(self, units: Sequence[tuple[UnitParameters, int]]) -> None:
-        self.units = [
-            ShardedUnit(number, modules, parameters) for number, (parameters, modules) in enumerate(units)
-        ]
-        self.root = self.units[-1]
+    def __init__(self, units: Sequence[ShardedUnit]) -> None:
+        self.units, self.root = units, units[-1]
         self.summoned = 0
-        self._order = PrefetchOrder()
+        self._learned: dict[tuple[str, int], list[int]] = {}  # by kind and first unit, those of the last pass
         self._forward: Pass | None = None
         self._backward: Pass | None = None
         # Weakly: absent_storages, which holds these callbacks, belongs to the process and must not keep a model alive.
         missed = weakref.WeakMethod(self._missed)
-        for unit in self.units:
-            unit.parameters.on_missing(functools.partial(_tell, missed, unit.number))
+        for number, unit in enumerate(self.units):
+            unit.on_missing(functools.partial(_tell, missed, number))
 
     @property
     def busy(self) -> bool:
         """A forward or backward pass is running."""
-        return any(unit.running for unit in self.units) or _in_backward()
+        return any(unit.begun for unit in self.units) or _in_backward()
 
     def pre_forward(
         self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any
@@ -118,8 +104,7 @@ class Passes:
         with _quietly():
             in_backward = _in_backward()
             if not in_backward and self._backward is not None:  # that pass has failed
-                self.reset()
-            unit.running += 1
+                self.reshard()
             unit.begun.append(sequence_number())
             # Within a backward pass this call is a recomputation. That pass may begin here, where no gradient has come back to
             # an output of a unit yet.
@@ -133,19 +118,16 @@ class Passes:
         # not the beginning of another one.
         if unit is self.root or (unit.call is not None and number in unit.call.left):
             return None
-        unit.call = UnitCall(unit.number, unit.modules)
-        return (
-            register_post_backward(unit.call, self.post_backward, args, kwargs)
-            if torch.is_grad_enabled()
-            else None
-        )
+        unit.call = UnitCall(unit.modules)
+        if not torch.is_grad_enabled():
+            return None
+        return register_post_backward(unit.call, functools.partial(self.post_backward, unit), args, kwargs)
 
     def post_forward(
         self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """The module has run, or failed, and then has no output; returns its output."""
-        unit.running = max(unit.running - 1, 0)  # reset() may have set it to 0 meanwhile
-        since = unit.begun.pop() if unit.begun else sequence_number()
+        since = unit.begun.pop() if unit.begun else sequence_number()  # reshard() may have forgotten it
         call = unit.call
         if call is not None:
             adopt_changes(call)
@@ -154,9 +136,9 @@ class Passes:
             if not call.left:
                 unit.call = None
         awaited = False
-        if unit is not self.root or not unit.running:
+        if unit is not self.root or not unit.begun:
             awaited = self._watch(unit, call, output, tensors_left_in(module, (args, kwargs), since))
-            output = apart(output, unit.parameters.holds)
+            output = apart(output, unit.holds)
         with _quietly():
             if not _in_backward():
                 if unit is self.root:
@@ -165,18 +147,17 @@ class Passes:
                     self._reshard(unit)
         return output
 
-    def reset(self) -> None:
+    def reshard(self) -> None:
         """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
         self._forward = self._backward = None
         for unit in self.units:
-            unit.running = 0
             unit.begun.clear()
             unit.call = None
             unit.in_backward.clear()
             unit.lasting = unit.awaited = False
             self._reshard(unit)
-            if unit.parameters.unsharding and not self.summoned:
-                unit.parameters.reshard()
+            if unit.unsharding and not self.summoned:
+                unit.reshard()
 
     def summon(self) -> None:
         """Makes all units whole, exactly, until :meth:`release`.
@@ -189,14 +170,19 @@ class Passes:
                 "optimizer.gathered_parameters() does not work inside a forward or backward pass"
             )
         if not self.summoned:
-            self.reset()
-            with _quietly():
-                # All are on their way before the first is waited for.
-                for unit in self.units:
-                    unit.parameters.unshard(exactly=True)
-                for unit in self.units:
-                    unit.parameters.wait_for_unshard()
+            self.reshard()
+            self._gather_exactly()
         self.summoned += 1
+
+    def _gather_exactly(self) -> None:
+        """Gathers what the shards hold into all units; writes to it are found."""
+        with _quietly():
+            # All are on their way before the first is waited for.
+            for unit in self.units:
+                unit.unshard(exactly=True)
+            for unit in self.units:
+                unit.wait_for_unshard()
+                unit.watch_values()
 
     def release(self) -> None:
         """Keeps what was written to the whole parameters, and frees them.
@@ -208,26 +194,28 @@ class Passes:
         if self.summoned:
             return
         try:
-            with _quietly():
-                for unit in self.units:
-                    unit.parameters.write_back()
+            self._write_back()
         finally:
-            self.reset()
+            self.reshard()
 
     def keep_written(self) -> None:
         """Within :meth:`summon`, keeps what was written so far; else frees what a pass has left."""
-        self.reset()
+        self.reshard()
         if self.summoned:
-            with _quietly():
-                for unit in self.units:
-                    unit.parameters.write_back()
+            self._write_back()
+
+    def _write_back(self) -> None:
+        with _quietly():
+            for unit in self.units:
+                unit.write_back()
 
     def summon_again(self) -> None:
         """Shards have changed: within :meth:`summon`, the whole parameters follow. Collective there."""
         if self.summoned:
             with _quietly():
                 for unit in self.units:
-                    unit.parameters.gather_again()
+                    unit.reshard()
+            self._gather_exactly()
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
@@ -246,17 +234,17 @@ class Passes:
         if self.summoned:
             yield []
             return
-        self.reset()
+        self.reshard()
         copies: list[list[torch.Tensor]] = []
         with contextlib.ExitStack() as stack:
             with _quietly():
                 for unit in self.units:
-                    unit.parameters.unshard(exactly=True)
-                    unit.parameters.wait_for_unshard()
-                    copies.append(unit.parameters.copied() if here else [])
-                    unit.parameters.reshard()
+                    unit.unshard(exactly=True)
+                    unit.wait_for_unshard()
+                    copies.append(unit.copied() if here else [])
+                    unit.reshard()
             for unit, values in zip(self.units, copies):
-                stack.enter_context(unit.parameters.lent(values))
+                stack.enter_context(unit.lent(values))
             # Where this rank reads: hooks let a state_dict() through, and nothing is freed under it.
             self.summoned += here
             try:
@@ -266,12 +254,12 @@ class Passes:
 
     def _end_of_root(self, number: int, awaited: bool) -> None:
         """The model has run, or a module of it that has parameters of the last unit."""
-        if number == 0 and not self.root.running:
+        if number == 0 and not self.root.begun:
             if self._forward is not None:
-                self._order.end(self._forward)
+                self._learn(self._forward)
             self._forward = None
             for unit in self.units[:-1]:  # whose last module did not run
-                if not unit.running and unit.call is not None:
+                if not unit.begun and unit.call is not None:
                     unit.call = None
                     self._reshard(unit)
         # A module that is run alone, in the first pass of a region that is recomputed reentrantly, frees nothing that a module
@@ -320,7 +308,7 @@ class Passes:
         differentiated = torch.is_grad_enabled()
         if (
             not differentiated
-            and unit.parameters.whole
+            and unit.whole
             and self._backward is not None
             and (call is None or call in unit.in_backward)
         ):
@@ -333,9 +321,8 @@ class Passes:
                 self._backward.differentiated = True
             self._unshard(unit)
 
-    def post_backward(self, call: UnitCall) -> None:
-        """The backward pass of this call is over."""
-        unit = self.units[call.unit]
+    def post_backward(self, unit: ShardedUnit, call: UnitCall) -> None:
+        """The backward pass of this call of the unit is over."""
         unit.in_backward.discard(call)
         with _quietly():
             self._reshard(unit)
@@ -356,49 +343,68 @@ class Passes:
         finished, self._backward = self._backward, None
         if finished is None:
             return
-        # A pass that has failed does not come here, and teaches no order: reset() drops it.
-        self._order.end(finished)
+        # A pass that has failed does not come here, and teaches no order: reshard() drops it.
+        self._learn(finished)
         with _quietly():
             # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.
             for unit in self.units:
                 unit.in_backward.clear()
                 unit.awaited = False
-                if not unit.running:
+                if not unit.begun:
                     unit.call = None
-                unit.lasting = finished.differentiated and unit.parameters.whole
+                unit.lasting = finished.differentiated and unit.whole
                 self._reshard(unit)
 
     def _unshard(self, unit: ShardedUnit) -> None:
         """Makes the unit whole, and begins with the next one."""
-        parameters = unit.parameters
-        if parameters.whole:
+        if unit.whole:
             return
-        if not parameters.unsharding:
-            parameters.unshard()
+        if not unit.unsharding:
+            unit.unshard()
         current = self._backward if _in_backward() else self._forward
-        following = [] if current is None else self._order.next(current, unit.number)
+        following = [] if current is None else self._following(current, self.units.index(unit))
         # One unit ahead travels beside the computation of this one. Two would hold the memory of three; of the second only
         # offloaded shards are read.
         for ahead, number in enumerate(following):
-            later = self.units[number].parameters
+            later = self.units[number]
             if later.sharded:
                 later.prefetch() if ahead else later.unshard()
         try:
-            parameters.wait_for_unshard()
+            unit.wait_for_unshard()
         except RuntimeError:  # the model was converted, say: it is what it was before from here on
             for other in self.units:
-                if not other.parameters.whole:
-                    other.parameters.make_absent()
+                if not other.whole:
+                    other.make_absent()
             raise
+
+    def _following(self, current: Pass, unit: int) -> list[int]:
+        """Notes that a unit is gathered now; returns the two that came next in the last pass, or none where this is another pass.
+
+        All ranks do the same work, so all learn the same order and begin early with the same unit.
+        """
+        if not current.taken:
+            current.learned = self._learned.get((current.kind, unit))
+        position = len(current.taken)
+        current.taken.append(unit)
+        learned = current.learned
+        if learned is None or position >= len(learned) or learned[position] != unit:
+            # From here on this pass is another one than the last: nothing more is begun early, and its own order is learned.
+            current.learned = None
+            return []
+        return learned[position + 1 : position + 3]
+
+    def _learn(self, finished: Pass) -> None:
+        if finished.taken:
+            self._learned[finished.kind, finished.taken[0]] = finished.taken
 
     def _reshard(self, unit: ShardedUnit) -> None:
         """Frees the unit unless somebody needs it."""
-        if self.summoned or unit.running or unit.in_backward or unit.lasting or not unit.parameters.whole:
+        if self.summoned or unit.begun or unit.in_backward or unit.lasting or not unit.whole:
             return
         # A pass with create_graph=True is differentiated itself: its graph refers to the whole parameters.
         if self._backward is not None and self._backward.differentiated:
             return
-        unit.parameters.reshard()
+        unit.reshard()
         torch.clear_autocast_cache()  # which keeps a copy of each whole parameter until autocast ends
 
 

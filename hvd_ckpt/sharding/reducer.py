@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +40,6 @@ class HowReduced:
     """Options of the reduction of gradients.
 
     Attributes:
-        format: communication format of gradients.
-        op: Horovod's, ``Average`` or ``Sum``.
-        prescale: factor of each rank's gradients before the sum.
         passes: backward passes that are accumulated in full before a round.
         replicas: number of logical replicas, or None. With them all passes of a step are one round, and a group that leaves once
             more has everything of the step, in place of what it has sent.
@@ -66,9 +62,6 @@ class ShardReducer(Machine):
     Needs a name (:meth:`rename`) before the first step.
 
     Args:
-        layout: the parameters, the same on every rank.
-        exchange: the ranks.
-        how: format, scales and rounds.
         offload: has the memory of the shards, if that is not the parameters' own.
         store: the parameters of stage 3, which passes may have written; ranks compare what.
 
@@ -104,7 +97,6 @@ class ShardReducer(Machine):
         self._rounds: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
-        self._compared: set[int] = set()
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -135,9 +127,6 @@ class ShardReducer(Machine):
         )
         return [] if unchanged else None
 
-    def note_changes(self) -> None:
-        """Does nothing for gradients that are in shards."""
-
     # ---------------------------------------------------------------------------------- the backward pass
 
     def after_accumulation(self, index: int) -> None:
@@ -162,7 +151,7 @@ class ShardReducer(Machine):
         self._step.launches_in_backward += 1
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
-        self.hook_unfrozen(group.indices)
+        self.hook_parameters()
         self._look_at(group.indices)
         own = [self._gradients[index] for index in group.indices]
         # What has come since a gradient was dropped leaves when all that had left before is taken out.
@@ -189,7 +178,7 @@ class ShardReducer(Machine):
             report.error = report.error or RuntimeError(self._layout.changed(converted))
         if self._store is not None:
             report.error = report.error or self._store.find_written()
-            report.written, self._store.written.values = self._store.written.values, {}
+            report.written = self._store.take_written()
         report.wanted |= bool(report.written)
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
@@ -203,9 +192,8 @@ class ShardReducer(Machine):
         return self._sum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags"), 1.0
 
     def _agree(self, facts: Facts) -> None:
-        own = self._report.written
-        if self._store is not None and any(report.written != own for report in facts.reports):
-            self._store.check_written(own)
+        if self._store is not None:
+            self._store.check_written([report.written for report in facts.reports])
 
     def _land(self, facts: Facts) -> None:
         """Afterwards :attr:`used` and :meth:`shard` tell the result."""
@@ -242,9 +230,8 @@ class ShardReducer(Machine):
             if self.used[index]:
                 gradient.send(None)
         # Weights are verified of all that has been used, where they are whole.
-        if self._store is None and not used <= self._compared:
-            self._compared |= used
-            self.weights.compare(self._compared)
+        if self._store is None and not used.issubset(self.weights.compared):
+            self.weights.compare(used.union(self.weights.compared))
 
     def _launch_up_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
@@ -321,36 +308,23 @@ class ShardReducer(Machine):
 
     # ---------------------------------------------------------------------------------- gradients of zeros
 
-    @contextlib.contextmanager
-    def clearing(self) -> Iterator[None]:
-        # First, since the placeholders in ``grad`` can be dropped but not set to zero. A step of replicas drops zeros, too.
+    def begin_clearing(self) -> None:
+        # The placeholders of what no step has used can be dropped but not set to zero. A step of replicas drops zeros, too.
         self.consume()
-        # What a step has used is there again, to be cleared.
-        for gradient in self._gradients:
-            if gradient.state is USED and gradient.parameter.grad is None:
-                gradient.place_zero(is_zero=False)
-        try:
-            yield
-        finally:
-            for gradient in self._gradients:
-                gradient.end_clearing()
 
     def forget_consumed(self) -> None:
         """All gradients have been dropped: none is there to be set to zero."""
         for gradient in self._gradients:
             if gradient.state is USED:
-                gradient.state = OWN
-
-    def has_gradient(self, parameter: torch.Tensor) -> bool:
-        return self._gradients[self._number_of[id(parameter)]].is_there
+                gradient.parameter.grad, gradient.state = None, OWN
 
     def set_zero(self, parameter: torch.Tensor) -> None:
-        self._gradients[self._number_of[id(parameter)]].place_zero(is_zero=True)
+        self._gradients[self._number_of[id(parameter)]].place_used(is_zero=True)
 
     # ---------------------------------------------------------------------------------- between steps
 
-    def _end_step(self, facts: Facts | None = None) -> None:
-        super()._end_step(facts)
+    def end_step(self, facts: Facts | None = None) -> None:
+        super().end_step(facts)
         self._schedule.close_step(facts is not None)
         for gradient, used in zip(self._gradients, self.used):
             if not (used and gradient.is_away):
@@ -373,16 +347,12 @@ class ShardReducer(Machine):
         self.used[:] = [False] * len(self.used)
         self.renew_names()
         self._agreed, self._may_wait = len(self._schedule.order), True
-        self._end_step()
+        self.end_step()
 
     def reset(self) -> None:
         """Forgets order and expectations: the next step learns them again. Call it on every rank."""
         self._schedule.reset()
         self.abandon()
-        self._forget_weights()
-
-    def _forget_weights(self) -> None:
-        self._compared = set()
         self.weights.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,6 +368,6 @@ class ShardReducer(Machine):
         """
         self._schedule.load_state_dict(state)
         self.abandon()
-        self._forget_weights()
+        self.weights.restart()
         self._agreed = int(state["agreed_rounds"]) * len(self._schedule.order)
         self._may_wait = bool(state["may_wait"])

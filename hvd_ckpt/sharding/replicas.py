@@ -32,11 +32,6 @@ class ComputesReplicas(Machine):
 
     :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each.
 
-    Args:
-        replicas: number of replicas of all ranks.
-        leaves: takes the gradients that are put aside.
-        given: arguments of the reducer.
-
     Attributes:
         local: number of the replicas that each rank computes.
     """
@@ -106,8 +101,8 @@ class ComputesReplicas(Machine):
         last = self._last.get(index)
         return part if last is None else last if part is None else last + part
 
-    def _end_step(self, facts: Facts | None = None) -> None:
-        super()._end_step(facts)
+    def end_step(self, facts: Facts | None = None) -> None:
+        super().end_step(facts)
         self._leaves.clear()
         self._last.clear()
         self._computed, self._holding = 0, False
@@ -137,7 +132,7 @@ class ReplicaReducer(ComputesReplicas, Reducer):
         super()._launch(with_flags)
         # A bucket's second message leaves as soon as its first one is here. Ranks may differ in when they send it, and in which
         # order: Horovod begins a message once all ranks have asked for its name.
-        for _, work in self._in_flight:
+        for _, work in self.in_flight:
             work.advance(block=False)
 
     def _control_flags(self) -> ControlFlags:
@@ -160,12 +155,7 @@ class ReplicaReducer(ComputesReplicas, Reducer):
 
 
 class ShardReplicaReducer(ComputesReplicas, ShardReducer):
-    """Reduces the gradients of logical replicas to this rank's shards.
-
-    Args:
-        replicas: number of replicas of all ranks.
-        layout, exchange: those of the sharded optimizer.
-    """
+    """Reduces the gradients of logical replicas to this rank's shards."""
 
     def __init__(self, replicas: int, layout: Layout, exchange: Exchange) -> None:
         how = HowReduced(TREE, Average, replicas=replicas)

@@ -107,11 +107,7 @@ class RowCollectives(Collectives):
         return self.exchange_rows(encode(rows.view(-1), local), f"{what}.within", own).followed_by(across)
 
     def gather_rows(self, row: torch.Tensor, what: str) -> Work:
-        """Starts to gather the ``row`` [m] of each rank.
-
-        Returns:
-            Its result is [ranks, m].
-        """
+        """Starts to gather the ``row`` [m] of each rank, as [ranks, m]."""
         ranks = self.process_set.size()
 
         def begin(part: torch.Tensor, name: str) -> Any:

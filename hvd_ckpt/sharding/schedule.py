@@ -172,11 +172,7 @@ class Schedule:
         self._waiting = list(self._expecting)
 
     def activate(self, used: Set[int]) -> None:
-        """Settles which groups are active in the next step, from what all ranks know.
-
-        Args:
-            used: the parameters that some rank had a gradient for.
-        """
+        """Settles which groups are active in the next step, from the parameters that some rank had a gradient for."""
         for group in self._layout.groups:
             position = group.position
             is_active = position in self.order
@@ -192,11 +188,7 @@ class Schedule:
                     self.order.remove(position)
 
     def arrange(self, leaders_last_arrivals: Sequence[float]) -> None:
-        """Sets the order of the next step: that of completion on rank 0.
-
-        Args:
-            leaders_last_arrivals: :meth:`last_arrivals` there.
-        """
+        """Sets the order of the next step: that of completion on rank 0, from its :meth:`last_arrivals`."""
         if any(leaders_last_arrivals):
             # Sorting is stable, so groups that rank 0 has not completed keep their order behind the others.
             never = float("inf")

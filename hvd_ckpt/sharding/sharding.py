@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hvd_ckpt.reduction.gradients import has_values
+from hvd_ckpt.sharding.elementwise import HOOKS
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.gradients import IN_PIECES, IN_SHARDS, ShardedGradient
@@ -17,7 +19,8 @@ from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
-from hvd_ckpt.sharding.surface import same_lists
+from hvd_ckpt.sharding.surface import StateOfPieces
+from hvd_ckpt.utils.torch_private import global_step_hooks
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -26,43 +29,39 @@ class Masters:
     """Master weights: float32 copies of half-precision weights, in this rank's shards only.
 
     So small updates are not lost to rounding (Micikevicius et al., "Mixed Precision Training", 2018).
-
-    Args:
-        wanted: whether half-precision groups get any.
-        offload: has the memory of them; None for memory of the parameters' device.
     """
 
-    def __init__(self, wanted: bool, offload: Offload | None) -> None:
-        self._wanted, self._offload = wanted, offload
+    def __init__(self, wanted: bool, offload: Offload | None, shards: Sequence[torch.Tensor]) -> None:
+        self._wanted, self._offload, self._shards = wanted, offload, shards
         self.by_group: dict[int, torch.Tensor] = {}
 
-    def add(self, groups: Iterable[Group], shards: Sequence[torch.Tensor]) -> None:
+    def add(self, groups: Iterable[Group]) -> None:
         """Makes those of groups that are new."""
         for group in groups:
             if self._wanted and group.dtype in HALF:
                 empty = torch.empty if self._offload is None else self._offload.empty
                 master = empty(group.shard_numel, dtype=torch.float32, device=group.device)
-                self.by_group[group.position] = master.copy_(shards[group.position])
+                self.by_group[group.position] = master.copy_(self._shards[group.position])
                 self._release(master)
 
     def _release(self, master: torch.Tensor) -> None:
         if self._offload is not None:
             self._offload.release(master)
 
-    def follow(self, shards: Sequence[torch.Tensor]) -> None:
+    def follow(self) -> None:
         """Sets a master weight to its weight where the weight differs from the rounded master, since it was then set by hand."""
         for position, master in self.by_group.items():
-            shard = shards[position]
+            shard = self._shards[position]
             # A nan equals nothing, itself included, so it is copied, which changes nothing.
             same = master.to(shard.dtype) == shard
             if not bool(same.all()):
                 master.copy_(torch.where(same, master, shard.to(torch.float32)))
             self._release(master)
 
-    def round_into(self, shards: Sequence[torch.Tensor]) -> None:
+    def round_into(self) -> None:
         """Makes the weights what their masters round to."""
         for position, master in self.by_group.items():
-            shards[position].copy_(master)
+            self._shards[position].copy_(master)
             self._release(master)
 
 
@@ -81,8 +80,9 @@ class Sharding:
         groups: the parameters of each of the optimizer's parameter groups.
         pieces: the parts of the parameters that this rank holds and updates, in their order.
         stepped: the same by group: what the wrapped class finds in the groups.
-        state: its state, by piece.
         added_sets: ranks of the process sets that were added for ``within``.
+        state: the optimizer's, of the pieces.
+        inside: whether the wrapped class finds pieces in the groups, see :mod:`.surface`.
     """
 
     stage: int
@@ -95,27 +95,22 @@ class Sharding:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     stepped: list[list[torch.nn.Parameter]] = field(default_factory=list)
-    state: Any = field(default_factory=lambda: defaultdict(dict))
     added_sets: list[tuple[int, ...]] = field(default_factory=list)
     # By index of the parameter; None where this rank has nothing of one that is in a group.
     _pieces: dict[int, Piece | None] = field(default_factory=dict)
-    _index_of: dict[int, int] = field(default_factory=dict)  # of a piece, by its identity
     # By index: the gradient that this class has given a piece. Another one is the user's.
     _given: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    inside: bool = False
+    _whole: list[tuple[dict[str, Any], list[Any]]] = field(default_factory=list)  # of each group, meanwhile
+    _hooks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = StateOfPieces(self.layout)
 
     def piece_of(self, parameter: torch.Tensor) -> Piece | None:
         """This rank's piece of a parameter of the model; None if it has no elements of it."""
         index = self.layout.index(parameter)
         return None if index is None else self._pieces.get(index)
-
-    def is_piece(self, parameter: torch.Tensor) -> bool:
-        """Whether this is what the wrapped class steps for one of the parameters."""
-        return id(parameter) in self._index_of
-
-    def whole_of(self, key: Any) -> Any:
-        """The parameter that a piece is of; any other key of the state as it is."""
-        index = self._index_of.get(id(key))
-        return key if index is None else self.layout.parameters[index]
 
     def regroup(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         """Follows what somebody has done to the lists of parameters in the groups, the same on every rank.
@@ -123,7 +118,8 @@ class Sharding:
         Raises:
             RuntimeError: a parameter is there that was not given to the optimizer.
         """
-        if same_lists(groups, self.groups):
+        # By identity, group by group: tensors compare element by element.
+        if [list(map(id, group)) for group in groups] == [list(map(id, group)) for group in self.groups]:
             return
         for number, group in enumerate(groups):
             for place, parameter in enumerate(group):
@@ -171,7 +167,6 @@ class Sharding:
             )
             added.append(piece)
             self._pieces[index] = piece
-            self._index_of[id(stepped)] = index
         self.regroup([*self.groups, parameters])
         self.drop_gradients(added)
 
@@ -183,7 +178,7 @@ class Sharding:
         """
         # In this order: weights that were written from outside, then masters that follow them.
         self.store.sync_from_model()
-        self.masters.follow(self.store.shards)
+        self.masters.follow()
         for piece in self.pieces:
             trained = self.layout.parameters[piece.index].requires_grad
             if piece.parameter.requires_grad != trained:
@@ -234,20 +229,75 @@ class Sharding:
         Args:
             used: for each parameter, whether it may have changed on some rank; by default all.
         """
-        self.masters.round_into(self.store.shards)
+        self.masters.round_into()
         groups = self.layout.groups
         if used is not None:
             # ``used`` is what all ranks have found together, so that they gather the same groups.
             groups = [group for group in groups if any(used[index] for index in group.indices)]
         self.store.shards_changed(groups)
 
+    @contextmanager
+    def pieces_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context in which groups are those of pieces, and step hooks do not run: :func:`run_hooks` does that."""
+        if self.inside:
+            yield
+            return
+        self._enter(optimizer)
+        try:
+            yield
+        finally:
+            self._leave(optimizer)
+
+    @contextmanager
+    def whole_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context within :meth:`pieces_in` for code of the user, such as a closure."""
+        if not self.inside:
+            yield
+            return
+        self._leave(optimizer)
+        try:
+            yield
+        finally:
+            self._enter(optimizer)
+
+    def _enter(self, optimizer: Any) -> None:
+        self._whole = [(group, group["params"]) for group in optimizer.param_groups]
+        self.regroup([parameters for _, parameters in self._whole])
+        self._keep_state(optimizer)
+        for (group, _), stepped in zip(self._whole, self.stepped):
+            group["params"] = stepped
+        self._hooks = [
+            (getattr(optimizer, name), dict(everywhere)) for name, everywhere in zip(HOOKS, global_step_hooks)
+        ]
+        for name, everywhere in zip(HOOKS, global_step_hooks):
+            setattr(optimizer, name, OrderedDict())
+            everywhere.clear()
+        self.inside = True
+
+    def _leave(self, optimizer: Any) -> None:
+        if not self.inside:  # an error in the middle of a change
+            return
+        self.inside = False
+        for name, everywhere, (own, before) in zip(HOOKS, global_step_hooks, self._hooks):
+            setattr(optimizer, name, own)
+            everywhere.update(before)
+        # The groups may be others by now, if the wrapped class has loaded a state.
+        for (group, parameters), now in zip(self._whole, optimizer.param_groups):
+            group["params"] = now["params"] = parameters
+        self._keep_state(optimizer)
+
+    def _keep_state(self, optimizer: Any) -> None:
+        """Takes what a load, or the user, has put in place of the state."""
+        given = optimizer.state
+        if given is not self.state:
+            self.state.clear()
+            for key, entries in given.items():
+                self.state[key] = entries
+            optimizer.state = self.state
+
 
 class Released:
-    """Has no groups and is of stage 0.
-
-    Raises:
-        RuntimeError: anything else is asked for.
-    """
+    """Has no groups and is of stage 0; anything else that is asked for is an error."""
 
     stage = 0
 

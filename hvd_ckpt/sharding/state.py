@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hvd_ckpt.reduction.agreement import errors_on_all
-from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.reduction.buckets import TensorSpec
+from hvd_ckpt.sharding.elementwise import COUNTERS, class_of, twin_of
+from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.sharding import Sharding
-from hvd_ckpt.sharding.state_view import COUNTERS
 from hvd_ckpt.sharding.surface import stepped_parameters
 
 if TYPE_CHECKING:
@@ -33,6 +35,18 @@ def of_pieces(optimizer: ReducedOptimizer, whole: Mapping[str, Any]) -> dict[str
     return {"state": states, "param_groups": numbered(groups, own_groups)}
 
 
+def of_piece(piece: Piece, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A piece's part of what the wrapped class has made of a whole parameter."""
+    part = {}
+    for name, value in whole.items():
+        if isinstance(value, torch.Tensor) and value.shape == piece.spec.shape and name not in COUNTERS:
+            # What belongs to a half-precision weight belongs to its master here.
+            dtype = piece.parameter.dtype if value.dtype == piece.weights.dtype else value.dtype
+            value = piece.spec.flatten(value)[piece.start : piece.stop].to(dtype, copy=True)
+        part[name] = value
+    return part
+
+
 def numbered(
     groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]
 ) -> list[dict[str, Any]]:
@@ -48,7 +62,7 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     with errors_on_all("load_state_dict() of a sharded optimizer", optimizer.process_set):
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
-        with optimizer.surface.pieces_in(optimizer):
+        with sharding.pieces_in(optimizer):
             optimizer.wrapped_class.load_state_dict(optimizer, bare)
             optimizer.keep_groups(optimizer)
     with torch.no_grad():
@@ -60,10 +74,45 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
                 piece.parameter.copy_(master)
                 piece.weights.copy_(master)
     if sharding.offload is not None:
-        with optimizer.surface.pieces_in(optimizer):
+        with sharding.pieces_in(optimizer):
             sharding.offload.move_state(optimizer)
     if sharding.masters.by_group:  # on every rank alike: one may have no piece of a small group
         sharding.store.shards_changed(sharding.layout.groups)
+
+
+def state_after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's state of each parameter that it steps, after a step, as tensors without values."""
+    twin, kind = twin_of(optimizer), class_of(optimizer)
+    parameters = []
+    for group, stepped in zip(optimizer.param_groups, stepped_parameters(optimizer)):
+        options = {name: value for name, value in group.items() if name != "params"}
+        # Steps of one tensor at a time, which also run on the meta device.
+        options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
+        if isinstance(options.get("lr"), torch.Tensor):
+            options["lr"] = float(options["lr"])
+        alike = [
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").requires_grad_()
+            for parameter in stepped
+        ]
+        for parameter in alike:
+            parameter.grad = torch.empty_like(parameter)
+        parameters += alike
+        twin.param_groups = [{**options, "params": alike}]
+        # Some read a value, when they have made all that they keep. LBFGS needs a closure.
+        with contextlib.suppress(Exception):
+            # The step of the wrapped class: that of a DistributedOptimizer would communicate.
+            kind.step(twin)
+    if kind.__module__.partition(".")[0] == "torch":
+        return [twin.state[parameter] for parameter in parameters]
+    # Entries of a class of one's own may come, go and grow, but for those that have an element for each of the parameter's.
+    return [
+        {
+            name: value
+            for name, value in twin.state[parameter].items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        }
+        for parameter in parameters
+    ]
 
 
 class ShardRange(NamedTuple):
@@ -98,7 +147,6 @@ class Sources:
 
     Args:
         parts: for each rank, its state; one without ``"pieces"`` is of whole parameters.
-        whole: the whole parameters.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Any]], whole: Sequence[ShardRange]) -> None:
@@ -119,15 +167,12 @@ class Sources:
 
     def states(self, targets: Sequence[ShardRange]) -> dict[int, dict[str, Any]]:
         """The state of each target that has one, by its number."""
-        states = {number: self._state_of(target) for number, target in enumerate(targets)}
-        return {number: state for number, state in states.items() if state is not None}
-
-    def _state_of(self, target: ShardRange) -> dict[str, Any] | None:
-        """The state of a target, or None if its parameter has none."""
-        sources = self._found.get(target.name)
-        if sources is None or target.start == target.stop:
-            return None
-        return {name: self._value(target, name, sources) for name in sources[0][2]}
+        states = {}
+        for number, target in enumerate(targets):
+            sources = self._found.get(target.name)
+            if sources is not None and target.start < target.stop:
+                states[number] = {name: self._value(target, name, sources) for name in sources[0][2]}
+        return states
 
     def _value(
         self, target: ShardRange, name: str, sources: Sequence[tuple[int, int, dict[str, Any]]]

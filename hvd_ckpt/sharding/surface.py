@@ -1,98 +1,66 @@
-"""What a user holds of a sharded optimizer: groups and state of the model's parameters, over the pieces that are stepped.
+"""What a user holds of a sharded optimizer: groups of the model's parameters, and the state of the pieces that are stepped.
 
-The wrapped class works on pieces: its ``step``, ``state_dict`` and ``load_state_dict`` find them in ``param_groups``, with their
-state. Around these calls everybody else finds the model's own parameters there, on every rank the same, and ``state[parameter]``
-has the parts of the state that are on this rank (:mod:`.state_view`).
+The wrapped class works on pieces: its ``step``, ``state_dict`` and ``load_state_dict`` find them in ``param_groups``. Around these
+calls everybody else finds the model's own parameters there, on every rank the same. ``state`` is that of the pieces for everybody.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from hvd_ckpt.sharding.state_view import StateOfParameters
+from hvd_ckpt.sharding.elementwise import HOOKS
+from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.utils.torch_private import global_step_hooks
 
-if TYPE_CHECKING:
-    from hvd_ckpt.sharding.sharding import Sharding
 
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+class StateOfPieces(defaultdict[Any, Any]):
+    """``optimizer.state``: what the wrapped class keeps of each piece; that of a parameter of the model is an error."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(dict)
+        self._layout = layout
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def copy(self) -> Any:
+        return dict(self)
+
+    __copy__ = copy
 
 
-class Surface:
-    """What stands in the attributes of a sharded optimizer: the user's view, or pieces for the wrapped class.
+def _of_pieces_alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def used(self: StateOfPieces, key: Any, *args: Any) -> Any:
+        index = self._layout.index(key)
+        if index is not None:
+            raise RuntimeError(
+                f"optimizer.state of parameter '{self._layout.names[index]}' is split over the ranks; use "
+                "optimizer.state[piece.parameter] for each of optimizer.pieces, or optimizer.full_state_dict()"
+            )
+        return method(self, key, *args)
 
-    Attributes:
-        state: the view of the state.
-        inside: whether pieces stand there.
-    """
+    return used
 
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-        self.state = StateOfParameters(sharding)
-        self.inside = False
-        self._whole: list[tuple[dict[str, Any], list[Any]]] = []
-        self._hooks: list[Any] = []
 
-    @contextmanager
-    def pieces_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A context in which groups and state are those of pieces, and step hooks do not run: :func:`run_hooks` does that."""
-        if self.inside:
-            yield
-            return
-        self._enter(optimizer)
-        try:
-            yield
-        finally:
-            self._leave(optimizer)
+for _name in ("__contains__", "__delitem__", "__getitem__", "__setitem__", "get", "pop", "setdefault"):
+    setattr(StateOfPieces, _name, _of_pieces_alone(getattr(defaultdict, _name)))
 
-    @contextmanager
-    def whole_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A context within :meth:`pieces_in` for code of the user, such as a closure."""
-        if not self.inside:
-            yield
-            return
-        self._leave(optimizer)
-        try:
-            yield
-        finally:
-            self._enter(optimizer)
 
-    def _enter(self, optimizer: Any) -> None:
-        sharding = self._sharding
-        self._whole = [(group, group["params"]) for group in optimizer.param_groups]
-        sharding.regroup([parameters for _, parameters in self._whole])
-        if optimizer.state is not self.state:  # as by ``optimizer.state = defaultdict(dict)``
-            self.state.replace(optimizer.state)
-        optimizer.state = sharding.state
-        for (group, _), stepped in zip(self._whole, sharding.stepped):
-            group["params"] = stepped
-        self._hooks = [
-            (getattr(optimizer, name), dict(everywhere)) for name, everywhere in zip(HOOKS, global_step_hooks)
-        ]
-        for name, everywhere in zip(HOOKS, global_step_hooks):
-            setattr(optimizer, name, OrderedDict())
-            everywhere.clear()
-        self.inside = True
+class StateElsewhere:
+    """Stands in ``state`` of the wrapped optimizer, whose groups are not of the pieces: using it is an error."""
 
-    def _leave(self, optimizer: Any) -> None:
-        if not self.inside:  # an error in the middle of a change
-            return
-        self.inside = False
-        for name, everywhere, (own, before) in zip(HOOKS, global_step_hooks, self._hooks):
-            setattr(optimizer, name, own)
-            everywhere.update(before)
-        # The groups may be others by now, if the wrapped class has loaded a state.
-        for (group, parameters), now in zip(self._whole, optimizer.param_groups):
-            group["params"] = now["params"] = parameters
-        self._sharding.state = optimizer.state
-        optimizer.state = self.state
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the state of this optimizer is split over the ranks, by the DistributedOptimizer that was made of it; use that one"
+        )
+
+    __getattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = _refuse
 
 
 def run_hooks(optimizer: Any, before: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -111,7 +79,7 @@ def on_pieces(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.sharding.follow_model()
-        with self.surface.pieces_in(self):
+        with self.sharding.pieces_in(self):
             result = method(self, *args, **kwargs)
         self.sharding.shards_changed()
         return result
@@ -126,10 +94,3 @@ def stepped_parameters(optimizer: Any) -> list[list[torch.Tensor]]:
         return [group["params"] for group in optimizer.param_groups]
     groups: Sequence[Sequence[torch.Tensor]] = sharding.stepped
     return [list(group) for group in groups]
-
-
-def same_lists(one: Sequence[Sequence[Any]], other: Sequence[Sequence[Any]]) -> bool:
-    """Whether two lists of lists have the same objects."""
-    return len(one) == len(other) and all(
-        len(own) == len(theirs) and all(map(operator.is_, own, theirs)) for own, theirs in zip(one, other)
-    )

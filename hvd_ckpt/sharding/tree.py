@@ -94,15 +94,7 @@ TREE = _TreeFormat()
 
 
 class TreeCommunicator(Communicator):
-    """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas.
-
-    Args:
-        replicas: number of replicas of all ranks.
-        process_set: a power of two ranks.
-
-    Attributes:
-        exchange: the collectives of large sums.
-    """
+    """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas."""
 
     def __init__(self, replicas: int, process_set: Any) -> None:
         super().__init__(process_set)
@@ -117,7 +109,7 @@ class TreeCommunicator(Communicator):
     def flag_scale(self) -> float:
         return 1.0 / self.replicas
 
-    def send_whole(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
+    def send(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
         """Launches the sum of a bucket, with the :class:`Leaves`; ``flat`` stays as it is."""
         alone = not self.leaves.indices
         total = flat.detach().to(sum_dtype(flat.dtype), copy=not alone)

@@ -13,8 +13,8 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,10 +22,10 @@ from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.group_memory import GroupMemory, Member
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.module_hooks import UnitCall
 from hvd_ckpt.sharding.offload import Offload
-from hvd_ckpt.utils.fingerprint import fingerprint
+from hvd_ckpt.utils.fingerprint import fingerprints
 from hvd_ckpt.utils.torch_private import identity_of
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
 from hvd_ckpt.utils.waits import waiting_for
@@ -42,20 +42,6 @@ class _State(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     WHOLE = "whole"
-
-
-@dataclass
-class Written:
-    """What this rank has written to weights since the last synchronization.
-
-    Attributes:
-        values: fingerprints of parameters that were written within ``gathered_parameters()``, by index; all ranks must have
-            written the same, since each keeps its own part.
-        error: of a write in a forward or backward pass, whose values are gone with the unit's memory.
-    """
-
-    values: dict[int, int] = field(default_factory=dict)
-    error: RuntimeError | None = None
 
 
 _DATA: Any = torch.Tensor.data
@@ -90,60 +76,137 @@ class Gathering:
     """Options for gathering the units of a model, and their common objects.
 
     Attributes:
-        layout: all parameters.
         exchange: the ranks. Where its groups of ranks have shards of their own (hpZ of ZeRO++, Wang et al., 2023), all but the
             first gather after a change are within the group.
-        format: communication format of shards.
         offload: has the memory of the shards; None for memory of the parameters' device.
-        written: what this rank has written to parameters.
     """
 
     layout: Layout
     exchange: Exchange
     format: WireFormat = FP32
     offload: Offload | None = None
-    written: Written = field(default_factory=Written)
 
 
-class UnitParameters:
-    """The parameters of one unit.
+class Member(NamedTuple):
+    """A parameter, by its number in the layout, its data in both states, and its class while it is whole."""
+
+    number: int
+    parameter: torch.Tensor
+    whole: torch.Tensor
+    placeholder: torch.Tensor
+    kind: type[torch.Tensor]
+
+
+class GroupMemory:
+    """One group of the unit.
+
+    Attributes:
+        shard: this rank's exact values, 1-D.
+        secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
+        current: whether ``secondary`` is up to date.
+        identity, absence: identities of the storages of ``whole`` and of the placeholders.
+        whole: all ranks' values, 1-D; without memory while the unit is sharded.
+    """
+
+    def __init__(self, layout: Layout, group: Group, exchange: Exchange, offload: Offload | None) -> None:
+        self.group = group
+        within = exchange.within
+        self.what = f"gather.{group.position}"
+
+        def memory(numel: int) -> torch.Tensor:
+            if offload is not None:
+                return offload.empty(numel, group.dtype)
+            return torch.zeros(numel, dtype=group.dtype, device=group.device)
+
+        self.shard = memory(group.shard_numel)
+        self.secondary = None if within is None else memory(group.padded // within.ranks)
+        self.current = False
+        self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
+        self._storage = self.whole.untyped_storage()
+        self.identity = identity_of(self._storage)
+        self._nbytes = self.whole.nbytes
+        for span in group.spans(exchange.rank):
+            index = span.parameter
+            span.of(self.shard).copy_(
+                layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
+            )
+        # The shards have their values now. Parameters keep memory of their own until ShardedUnit.split() makes them placeholders:
+        # one element for what reads as nan everywhere.
+        inexact = group.dtype.is_floating_point or group.dtype.is_complex
+        nothing = torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
+        self.absence = identity_of(nothing.untyped_storage())
+        self.members = []
+        for index, whole in zip(group.indices, layout.views(group, self.whole)):
+            parameter = layout.parameters[index]
+            self.members.append(Member(index, parameter, whole, nothing.expand(whole.shape), type(parameter)))
+        # The views are made by now, and need no memory of their own: they read what is gathered into the storage later.
+        self.release()
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that is gathered, unless exact values are needed."""
+        return self.secondary if self.current and self.secondary is not None else self.shard
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
+        # PyTorch cannot resize a storage whose memory numpy shares. The old one lives
+        # on for the array; views move to a new one.
+        if not self._storage.resizable():
+            self._storage = torch.empty_like(self.whole).untyped_storage()
+            self.identity = identity_of(self._storage)
+            for view in (self.whole, *(member.whole for member in self.members)):
+                view.set_(self._storage, view.storage_offset(), view.shape, view.stride())
+        self._storage.resize_(0)
+
+
+class ShardedUnit:
+    """A unit: its parameters, and the passes that need them (which :mod:`.passes` notes).
 
     Args:
         gathering: how its shards are gathered.
         groups: those of the unit; its parameters still have their values, until :meth:`split`.
+        modules: how many run, one after the other.
         title: names its modules, in messages.
         divergence: hears what this rank waits for.
 
     Attributes:
-        shards: by group of the unit.
+        flats: its groups.
+        begun: for each call of its modules that has begun and not ended, the number of autograd's next node then.
+        call: in which its modules run now.
+        in_backward: calls whose backward pass has begun and not ended.
+        lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
+        awaited: it stays whole for a backward pass that is to come.
+        written: fingerprints of parameters that were written within ``gathered_parameters()`` since the last synchronization, by
+            index; all ranks must have written the same, since each keeps its own part.
+        error: of a write in a forward or backward pass, whose values are gone with the unit's memory.
     """
 
     def __init__(
-        self,
-        gathering: Gathering,
-        groups: Sequence[Group],
-        title: str,
-        divergence: Divergence,
+        self, gathering: Gathering, groups: Sequence[Group], modules: int, title: str, divergence: Divergence
     ) -> None:
-        layout, exchange, offload = gathering.layout, gathering.exchange, gathering.offload
-        self._written = gathering.written
-        self._title, self._divergence = title, divergence
+        self._layout, self._exchange = gathering.layout, gathering.exchange
+        self._format, self._offload = gathering.format, gathering.offload
+        self.modules, self._title, self._divergence = modules, title, divergence
+        self.begun: list[int] = []
+        self.call: UnitCall | None = None
+        self.in_backward: set[UnitCall] = set()
+        self.lasting = self.awaited = False
+        self.written: dict[int, int] = {}
+        self.error: RuntimeError | None = None
         # Of the parameters since they are whole; empty once it is known what was written, or after an error.
         self._versions: list[int] = []
-        self._layout, self._exchange, self._format, self._offload = (
-            layout,
-            exchange,
-            gathering.format,
-            offload,
-        )
+        self._prints: list[int] = []  # of their values, while these are watched
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
         )
-        self._flats = [GroupMemory(layout, group, exchange, offload) for group in groups]
-        self._identities = {flat.identity for flat in self._flats}
-        self._absences = {flat.absence for flat in self._flats}
-        self._members = [member for flat in self._flats for member in flat.members]
+        self.flats = [GroupMemory(self._layout, group, self._exchange, self._offload) for group in groups]
+        self._identities = {flat.identity for flat in self.flats}
+        self._absences = {flat.absence for flat in self.flats}
+        self._members = [member for flat in self.flats for member in flat.members]
         self._bring: Callable[[], None] = lambda: None
         # Another storage may get the identity of one that is gone, so no entry may outlast
         # the unit. The sets are updated in place.
@@ -160,16 +223,12 @@ class UnitParameters:
         self._release_shards()
 
     @property
-    def shards(self) -> list[torch.Tensor]:
-        return [flat.shard for flat in self._flats]
-
-    @property
     def whole(self) -> bool:
-        return self._state is _State.WHOLE or not self._flats
+        return self._state is _State.WHOLE or not self.flats
 
     @property
     def sharded(self) -> bool:
-        return self._state is _State.SHARDED and bool(self._flats)
+        return self._state is _State.SHARDED and bool(self.flats)
 
     @property
     def unsharding(self) -> bool:
@@ -180,7 +239,7 @@ class UnitParameters:
         assert self._state is _State.SHARDED
         self._state = _State.UNSHARDING
         with waiting_for(self._awaited):  # another rank may have gone before this one begins
-            for flat in self._flats:
+            for flat in self.flats:
                 flat.allocate()
                 exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
                 if not exactly and flat.source is not shard:
@@ -194,24 +253,15 @@ class UnitParameters:
                 self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
 
-    def gather_again(self) -> None:
-        """Gathers what the shards hold once more, exactly, into the parameters, which are whole. Collective."""
-        assert self.whole
-        # First, since what was written before the shards were changed counts no more.
-        self.forget_written()
-        self.reshard()
-        self.unshard(exactly=True)
-        self.wait_for_unshard()
-
     def prefetch(self) -> None:
         """The unit is gathered soon: shards that are offloaded are read."""
         if self._offload is not None:
-            for flat in self._flats:
+            for flat in self.flats:
                 self._offload.prefetch(flat.source)
 
     def _release_shards(self) -> None:
         if self._offload is not None:
-            for flat in self._flats:
+            for flat in self.flats:
                 self._offload.release(flat.shard)
                 if flat.secondary is not None:
                     self._offload.release(flat.secondary)
@@ -233,47 +283,37 @@ class UnitParameters:
         self._keep_secondary()
         # Versions are noted last: they count what a pass writes from here on.
         self._present([member.whole for member in self._members], watched=not self._exact)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
         self._versions = [member.parameter._version for member in self._members]
 
-    def forget_written(self) -> None:
-        """Nothing that is written to the parameters counts, until they are gathered again."""
-        self._versions = []
-
-    def _changed(self) -> list[Member]:
-        """The parameters that were written since they are whole."""
-        changed = []
-        for member, version in zip(self._members, self._versions):
-            alias = vars(member.parameter).get(_ALIAS)
-            if (
-                member.parameter._version != version
-                or (alias is not None and alias._version)
-                or not self.holds(member.parameter)
-            ):
-                changed.append(member)
-        return changed
+    def watch_values(self) -> None:
+        """From here on writes to the whole parameters are found by their values: those through ``p.data`` leave no other trace."""
+        self._prints = [int(value) for value in fingerprints([member.whole for member in self._members])]
 
     def find_written(self) -> None:
         """Notes what a pass has written to the parameters, as an error: their memory is given back after it."""
-        if self._exact or not (changed := self._changed()):
+        if self._exact:
             return
-        self.forget_written()
-        self.check()
-        name = self._layout.names[changed[0].number]
-        self._written.error = self._written.error or RuntimeError(
-            f"parameter '{name}' was written in a forward or backward pass (as nn.Embedding(max_norm=...) does, or a clamp in "
-            "forward()), and it is split over the ranks (stage 3), so that what is written there would be lost; write it between "
-            "steps, inside 'with optimizer.gathered_parameters():' on all ranks, or use shard=2"
-        )
+        for member, version in zip(self._members, self._versions):
+            alias = vars(member.parameter).get(_ALIAS)
+            by_data = alias is not None and alias._version
+            if member.parameter._version == version and not by_data and self.holds(member.parameter):
+                continue
+            self._versions = []
+            self.check()
+            self.error = self.error or RuntimeError(
+                f"parameter '{self._layout.names[member.number]}' was written in a forward or backward pass (as "
+                "nn.Embedding(max_norm=...) does, or a clamp in forward()), and it is split over the ranks (stage 3), so that "
+                "what is written there would be lost; write it between steps, inside 'with optimizer.gathered_parameters():' on "
+                "all ranks, or use shard=2"
+            )
+            return
 
     def _keep_secondary(self) -> None:
         """Copies this rank's part of what was gathered, for the next gathers within its group."""
         within = self._exchange.within
         if within is None or self._exact:
             return
-        for flat in self._flats:
+        for flat in self.flats:
             if not flat.current:
                 assert flat.secondary is not None
                 flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
@@ -281,13 +321,13 @@ class UnitParameters:
         self._release_shards()
 
     def shards_changed(self, groups: Collection[Group]) -> None:
-        """Marks earlier gathers of these groups as outdated."""
+        """Marks earlier gathers of these groups as outdated, and forgets what was written to them before."""
         changed = {group.position for group in groups}
-        for flat in self._flats:
+        for flat in self.flats:
             if flat.group.position in changed:
                 flat.current = False
-                for index in flat.group.indices:  # has other values than what was written
-                    self._written.values.pop(index, None)
+                for index in flat.group.indices:
+                    self.written.pop(index, None)
 
     def _present(self, values: Iterable[torch.Tensor], watched: bool) -> None:
         for member, value in zip(self._members, values):
@@ -333,12 +373,12 @@ class UnitParameters:
             self._arrive()
         else:
             self.find_written()
-        self.forget_written()
+        self._versions = []
         self._state = _State.SHARDED
         self.make_absent()
-        for flat in self._flats:
+        for flat in self.flats:
             flat.release()
-        self._identities.update(flat.identity for flat in self._flats)
+        self._identities.update(flat.identity for flat in self.flats)
         self.on_missing(self._bring)
 
     def make_absent(self) -> None:
@@ -355,31 +395,32 @@ class UnitParameters:
             RuntimeError: a parameter has another dtype, device or shape by now.
         """
         assert self.whole
-        changed = self._changed()
-        self.forget_written()  # an error is raised once
         self.check()
         with torch.no_grad():
-            for member in changed:
+            for member in self._members:
                 if not self.holds(member.parameter):  # somebody has given it data of its own
                     member.whole.copy_(member.parameter)
                     member.parameter.data = member.whole
-            for flat in self._flats:
-                flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
-        self.shards_changed([flat.group for flat in self._flats])
+            for flat in self.flats:
+                # Into pinned memory, where shards are offloaded; watch_values() waits for it below.
+                flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank), non_blocking=True)
+                flat.current = False
         self._release_shards()
-        for member in changed:
-            self._written.values[member.number] = int(fingerprint(member.whole))
-        self._note_versions()
+        before = self._prints
+        self.watch_values()
+        for member, old, new in zip(self._members, before, self._prints):
+            if new != old:
+                self.written[member.number] = new
 
     def materialize(self) -> None:
         """Makes the whole values the parameters' own."""
         assert self.whole
         for member in self._members:
             member.parameter.data = member.whole.clone()
-        for flat in self._flats:
+        for flat in self.flats:
             flat.release()
         self._members = []
-        self._flats = []
+        self.flats = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory that :meth:`reshard` gives back."""

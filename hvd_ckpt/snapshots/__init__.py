@@ -2,17 +2,16 @@
 
 snapshots, arguments   ``Snapshots``, which a loop uses
 training_state model, optimizer, loss scale and averages: saving and loading
-model          the tensors of a model and optimizer, and which elements a rank saves or wants
-ranges         elements of a tensor
+model          the tensors of a model and optimizer, and which elements of them a process has
+schema         manifest, tensors and ranges
+state, random_state       plain values
 content        what a rank saves, and how rank 0 completes it
 writer, barrier           the thread that writes, and its barrier
 folder         names of snapshots, renames and removal
-schema, tensors   manifest and files
-state, random_state, period   plain values; random numbers; weights that ranks have of their own
+tensors        values in files, and copies of tensors
 reader         reading of ranges, with size and hash of each file
-fits, loading  whether a snapshot fits, and loading of its tensors
+fits           whether a snapshot fits model and optimizer
 export         whole weights in one file
 convert        snapshots of the earlier version
-stopping       requests to stop
 lock           one run at a time in a folder
 """

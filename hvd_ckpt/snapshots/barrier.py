@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import Field
 
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.snapshots.folder import name_of, names_in, reason_of, temporary_name
+from hvd_ckpt.snapshots.folder import name_of, names_in, temporary_name
 from hvd_ckpt.snapshots.schema import FileEntry, Layout, Ranges, TensorMetadata, files_of
 from hvd_ckpt.utils.plain_data import parse_json
 from hvd_ckpt.utils.schema import Strict, Wrong
@@ -78,19 +78,20 @@ def await_folder(temporary: Path) -> None:
     Raises:
         Wrong: it does not come.
     """
-    folder = temporary.parent
     for waited in _looks():
         # Listing the folder makes a network file system ask its server again.
-        if temporary.is_dir() or temporary.name in names_in(folder):
+        if temporary.is_dir() or temporary.name in names_in(temporary.parent):
             return
-        if folder.is_dir() and not os.access(folder, os.W_OK):
-            raise Wrong(f"'{folder}' cannot be written to: name a folder that can be")
         if waited > RANK_SECONDS:
             raise Wrong(not_shared(f"'{temporary}', which rank 0 makes, is not there on host {host_name()}"))
 
 
-def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
-    """Hands this rank's manifest to rank 0; returns why the snapshot fails, if it does."""
+def send(temporary: Path, rank: int, manifest: RankManifest) -> None:
+    """Hands this rank's manifest to rank 0.
+
+    Raises:
+        OSError: one without a fault cannot be written.
+    """
     place = temporary / _name(rank)
     complete = place.with_suffix(".new")
     try:
@@ -101,11 +102,11 @@ def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
         complete.write_text(manifest.model_dump_json(exclude_none=True), encoding="utf-8")
         # Rank 0 looks for this name and must not read half a manifest.
         complete.rename(place)
-    except OSError as error:
+    except OSError:
         with suppress(OSError):  # an empty one needs no room
             place.touch()
-        return manifest.fault or reason_of(error)
-    return manifest.fault or None
+        if not manifest.fault:  # which is why
+            raise
 
 
 def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[RankManifest]:

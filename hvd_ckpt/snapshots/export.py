@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.ranges import Elements
 from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST
+from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, Range
 from hvd_ckpt.snapshots.tensors import save_tensors
 from hvd_ckpt.utils.schema import Wrong, shown
 
-Write = Callable[[Path, dict[str, Tensor]], None]
+Write = Callable[[Path, dict[str, Tensor]], object]
 
 
 class Exported(NamedTuple):
@@ -35,7 +34,7 @@ class Exported(NamedTuple):
     bytes: int
 
 
-def export(path: Path, output: Path, ema: bool = False, write: Write | None = None) -> Exported:
+def export(path: Path, output: Path, ema: bool = False, write: Write = save_tensors) -> Exported:
     """Writes the weights and buffers of a snapshot, with the names and shapes of ``state_dict()``, as one safetensors file.
 
     Tied weights are there under each of their names. Of a run of local SGD they are the mean of all ranks'. The file is there
@@ -45,7 +44,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
         path: path of a snapshot.
         output: path of the file, in a folder that exists.
         ema: write the moving averages of the weights in their place.
-        write: writes a file or folder of another format under the name that it is given.
+        write: writes a file or folder under the name that it is given.
 
     Raises:
         SnapshotError: the snapshot is missing or damaged, or has no averages.
@@ -57,10 +56,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
     weights = whole_weights(snapshot, ema)
     unnamed = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
-        if write is None:
-            save_tensors(unnamed, weights)
-        else:
-            write(unnamed, weights)
+        write(unnamed, weights)
         # Asked again: reading takes long, and rename() would replace a file that has got this name meanwhile.
         _check_new(output)
         os.rename(unnamed, output)
@@ -73,7 +69,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
             unnamed.unlink(missing_ok=True)
     written = [output] if output.is_file() else list(output.iterdir())
     size = sum(file.stat().st_size for file in written)
-    return Exported(snapshot.step, snapshot.ranks, len(weights), size)
+    return Exported(snapshot.manifest.step, snapshot.manifest.ranks, len(weights), size)
 
 
 def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
@@ -91,7 +87,7 @@ def whole_weights(snapshot: Snapshot, ema: bool = False) -> dict[str, Tensor]:
         SnapshotError: the snapshot is damaged, or has no averages.
     """
     weights = dict(snapshot.weights)
-    if snapshot.layout.apart:
+    if snapshot.manifest.layout.apart:
         _take_means(snapshot, weights)
     if ema:
         averages = snapshot.whole_tensors("average")
@@ -102,26 +98,25 @@ def whole_weights(snapshot: Snapshot, ema: bool = False) -> dict[str, Tensor]:
                 if name not in weights or average.shape != weights[name].shape:
                     raise Wrong(f"the average of {shown(name)} does not fit its weight: {DAMAGED}")
         weights.update({name: average.to(weights[name].dtype) for name, average in averages.items()})
-    return {**weights, **{alias: weights[name] for alias, name in snapshot.aliases.items()}}
+    return {**weights, **{alias: weights[name] for alias, name in snapshot.manifest.aliases.items()}}
 
 
 def _take_means(snapshot: Snapshot, weights: dict[str, Tensor]) -> None:
     """Replaces floating-point weights by the mean of all copies of them, and buffers by that of all ranks."""
     names: dict[str, list[str]] = {}  # of the copies of each
-    for tensor in snapshot.tensors:
+    for tensor in snapshot.manifest.tensors:
         kind, _, name = tensor.partition("/")
-        if kind.partition("@")[0] == "weights" and kind != "weights":
-            names.setdefault(name, [f"weights/{name}"]).append(tensor)
-        elif kind.partition("@")[0] == "buffers":
-            names.setdefault(name, []).append(tensor)
+        if kind.startswith(("weights@", "buffers@")):
+            first = [f"weights/{name}"] if kind.startswith("weights") else []
+            names.setdefault(name, first).append(tensor)
     for name, copies in names.items():
         weight = weights.get(name)
         if weight is None or not (weight.is_floating_point() or weight.is_complex()):
             continue
-        whole = snapshot.tensors[f"weights/{name}"]
+        whole = snapshot.manifest.tensors[f"weights/{name}"]
         total = torch.zeros(whole.numel, dtype=torch.promote_types(weight.dtype, torch.float64))
         with naming(snapshot.path, MANIFEST):
-            for values in snapshot.read([Elements(copy, 0, whole.numel, whole) for copy in copies]):
+            for values in snapshot.read([Range(copy, 0, whole.numel, whole) for copy in copies]):
                 total += values
         weights[name] = whole.unflatten(total / len(copies)).to(weight.dtype)
 

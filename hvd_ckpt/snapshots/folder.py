@@ -25,7 +25,6 @@ Warn = Callable[[str], None]
 SNAPSHOT = re.compile(r"step-([0-9]{8,19})")
 _REPLACED = re.compile(r"\.(step-[0-9]{8,19})\.old-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.tmp-[0-9a-f]{8}")
-_under_way: list[str] = []  # temporary folders that this process writes to, once for each of its writers
 
 
 class SnapshotError(ValueError):
@@ -35,27 +34,14 @@ class SnapshotError(ValueError):
         super().__init__(one_line(message))
 
 
-@contextmanager
-def under_way(temporary: Path) -> Iterator[None]:
-    """A context in which the folder does not count as left over by an interrupted write."""
-    path = os.path.realpath(temporary)
-    # A list: two writers of one process may hold the same folder, and each removes its own entry.
-    _under_way.append(path)
-    try:
-        yield
-    finally:
-        _under_way.remove(path)
-
-
 def temporary_name(name: str, token: str | None = None) -> str:
     """The name of a snapshot that is being written or removed, with a new token unless 8 hexadecimal digits are given."""
     return f".{name}.tmp-{token or secrets.token_hex(4)}"
 
 
-def is_left_over(path: Path) -> bool:
-    """Whether it has the name of a snapshot that was being written or removed, and this process does not write to it."""
-    named = _TEMPORARY.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
-    return named is not None and os.path.realpath(path) not in _under_way
+def is_left_over(name: str) -> bool:
+    """Whether it is the name of a snapshot that was being written or removed."""
+    return bool(_TEMPORARY.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
 def name_of(step: int) -> str:
@@ -98,14 +84,14 @@ def list_snapshots(folder: Path) -> list[Path]:
 def remove(paths: Iterable[Path], warn: Warn) -> None:
     """Removes snapshots and what interrupted writes have left.
 
-    All snapshots are renamed first, in this order, which takes almost no time. Then the files are removed. If this is interrupted,
-    nothing that is left looks like a snapshot.
+    All snapshots are renamed first, the oldest one first, which takes almost no time. Then the files are removed. If this is
+    interrupted, nothing that is left looks like a snapshot, and the newest one of the snapshots has stayed to the last.
 
     Args:
-        warn: takes the reason if one cannot be removed.
+        warn: takes a warning for each that cannot be removed.
     """
     aside = []
-    for path in paths:
+    for path in sorted(paths, key=step_of):
         with _warning(path, warn):
             named = _REPLACED.fullmatch(path.name) or SNAPSHOT.fullmatch(path.name)
             aside.append(
@@ -120,27 +106,6 @@ def remove(paths: Iterable[Path], warn: Warn) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-def later_snapshots(folder: Path, step: int) -> list[Path]:
-    """Snapshots in a folder of later steps than this."""
-    return [path for path in list_snapshots(folder) if step_of(path) > step]
-
-
-def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn) -> None:
-    """Removes snapshots that are later than the one a run has resumed from, after the run has written a new one.
-
-    Whenever the process is killed, there is a snapshot to resume from. The newest is the last of the old run or the new one, never
-    one between. The new snapshot is written first. Then the others are renamed, the oldest first. Only then are their files
-    removed, which may take long.
-
-    Args:
-        abandoned: the snapshots; empty when this returns.
-        written: the new one, which may have the place of one of them.
-        warn: takes a warning for each that cannot be removed.
-    """
-    remove(sorted((path for path in abandoned if path != written), key=step_of), warn)
-    abandoned.clear()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The lock of a run's folder: one run at a time writes there.
 
 The folder has a file ``.lock`` with the host, the process and the time at which it was taken. Its owner touches the file every few
-seconds. Files are created and moved by single operations of the file system, which network file systems have, too; ``flock`` often
-works on one host alone there. A lock whose owner has died is taken over::
+seconds. Of several processes one creates a file, also on network file systems; ``flock`` often works on one host alone there. A
+lock whose owner has died is removed::
 
     of this machine     at once: no process has the owner's number and its time of start
     of another one      after a minute in which the file was not touched
@@ -51,7 +51,7 @@ class FolderLock:
         self._release: Any = None
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            self._acquire()
+            self._take(self._path)
             self._release = weakref.finalize(
                 self, _release, self._path, self._token, self._ended, os.getpid()
             )
@@ -70,23 +70,13 @@ class FolderLock:
         if self._release is not None:
             self._release()
 
-    def _acquire(self) -> None:
-        # Complete under a name of its own before it gets the name of the lock, so that nobody reads half of it.
-        own = self._path.with_name(f"{LOCK_FILE}-{self._token}")
-        content = {"token": self._token, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._owner}
-        own.write_text(json.dumps(content))
-        try:
-            self._take(own, self._path)
-        finally:
-            own.unlink(missing_ok=True)
+    def _take(self, path: Path) -> None:
+        """Creates a file with this lock, if nobody who is alive has it.
 
-    def _take(self, own: Path, path: Path) -> None:
-        """Gives the file ``own`` the name ``path``, if nobody who is alive has it.
-
-        Only who holds the lock of a dead lock replaces it: of several starters that have read the same dead lock, the slower
+        Only who holds the lock of a dead lock removes it: of several starters that have read the same dead lock, the slower
         ones would remove the lock of the first otherwise.
         """
-        while not _link(own, path):
+        while not self._create(path):
             holder = _read(path)
             if holder is None:
                 continue  # released meanwhile
@@ -94,35 +84,29 @@ class FolderLock:
                 if _read(path) == holder:
                     raise SnapshotError(_in_use(self._path, holder, self._owner))
                 continue
-            replacing = path.with_name(f"{path.name}-dead-{_digest(holder)}")
-            self._take(own, replacing)
+            removing = path.with_name(f"{path.name}-dead-{_digest(holder)}")
+            self._take(removing)
             try:
                 if _read(path) == holder:
-                    os.replace(own, path)
-                    return
+                    path.unlink()
             finally:
-                replacing.unlink(missing_ok=True)
+                removing.unlink(missing_ok=True)
+
+    def _create(self, path: Path) -> bool:
+        content = {"token": self._token, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._owner}
+        try:
+            with open(path, "x") as file:
+                file.write(json.dumps(content))
+        except FileExistsError:
+            return False
+        except OSError:  # the disk is full
+            path.unlink(missing_ok=True)
+            raise
+        return True
 
 
 def _digest(holder: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Gives a file a second name, unless something has that name already; returns whether it did."""
-    try:
-        os.link(source, target)
-        return True
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without links
-        try:
-            handle = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(handle, "wb") as file:
-            file.write(source.read_bytes())
-        return True
 
 
 def _read(path: Path) -> dict[str, Any] | None:

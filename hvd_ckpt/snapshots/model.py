@@ -1,9 +1,13 @@
-"""The tensors of a model and of its optimizer: their names in a snapshot, and which elements of them this rank has."""
+"""The tensors of a model and of its optimizer: their names in a snapshot, and which elements of them this process has.
+
+Saving, loading and comparison all go over the same :class:`Part` objects.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -11,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.reduction.collectives import ranks_of
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.sharding.state import ShardRange, ranges_of
-from hvd_ckpt.sharding.state_view import COUNTERS
-from hvd_ckpt.snapshots.ranges import Elements, Range
-from hvd_ckpt.snapshots.schema import TensorMetadata
-from hvd_ckpt.snapshots.tensors import check_tensor, map_tensors
+from hvd_ckpt.sharding.elementwise import COUNTERS
+from hvd_ckpt.sharding.state import ranges_of
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.schema import Range, TensorMetadata
+from hvd_ckpt.snapshots.tensors import is_stored, map_tensors, stored
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.states import NOT_SPLIT, OptimizerState, described, is_single
@@ -27,22 +31,54 @@ _OF_A_RANK = ("pieces", "stage", "ranks", "rank", "master_weights", "local_sgd")
 EXTRA = "_extra_state"
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all names that they have in ``state_dict()``, which is refused where parameters are split."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return tensors
-
-
 class Part(NamedTuple):
-    """The elements of a parameter that an optimizer steps here: their state is that of ``name`` in a snapshot."""
+    """Elements ``start`` to ``stop`` of a parameter or buffer, which this process has, or has state of.
+
+    Attributes:
+        name: in a snapshot.
+        tensor: the parameter or buffer.
+        spec: its shape, which a state has if this is all of it; None for a shard, whose state is 1-D.
+    """
 
     name: str
-    target: ShardRange
-    parameter: Tensor
+    tensor: Tensor
+    start: int
+    stop: int
+    spec: TensorSpec | None = None
+
+    @classmethod
+    def all_of(cls, name: str, tensor: Tensor) -> Part:
+        return cls(name, tensor, 0, tensor.numel(), TensorSpec.of(tensor))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.stop - self.start]) if self.spec is None else self.spec.shape
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Its elements in the shape that a state has; a view."""
+        return flat if self.spec is None else self.spec.unflatten(flat)
+
+
+def _layout_of(optimizer: Any) -> Any:
+    """The layout of the shards of an optimizer; None without them."""
+    return optimizer.sharding.layout if getattr(optimizer, "shard_stage", 0) > 0 else None
+
+
+def identity_of(model: nn.Module, optimizer: Any) -> list[Any]:
+    """What changes if a model or an optimizer gets other tensors, groups or names: each save compares it."""
+    layout = _layout_of(optimizer)
+    found: list[Any] = [layout]
+    for module in model.modules():
+        found += (module, *module._modules, *module._non_persistent_buffers_set)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found += (name, id(tensor))
+            if tensor is None or (layout is not None and layout.index(tensor) is not None):
+                continue  # the layout has the shape
+            if tensor.layout is torch.strided:
+                found += (tensor.dtype, tensor.shape, tensor.stride())
+    found += ([id(one) for one in group["params"]] for group in getattr(optimizer, "param_groups", ()))
+    found += ((piece.name, piece.start, piece.stop) for piece in getattr(optimizer, "pieces", ()))
+    return found
 
 
 class ModelTensors:
@@ -53,103 +89,138 @@ class ModelTensors:
         optimizer: that steps it, distributed or not; None if only weights matter.
 
     Attributes:
+        identity: tells whether model and optimizer still have the tensors that are listed here.
         tensors: parameters and buffers of this process, by name.
         aliases: further names of tied tensors of the whole model, and the name that each is stored under.
+        in_stages: whether the model has some blocks of a whole one.
+        layout: of shards; None without them.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
-        self._model, self._optimizer, self._grid = model, optimizer, current()
+        self._optimizer, self._grid = optimizer, current()
+        self.identity = identity_of(model, optimizer)
         self.layout: Any = _layout_of(optimizer)
+        # Under all names that they have in state_dict(), which is refused where parameters are split.
+        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    named[f"{prefix}.{name}" if prefix else name] = buffer
         # Tied tensors are one, by which they are found. In pipeline stages, those of other stages are
         # freed, so the model has noted the names.
-        known = getattr(model, "_first_names", None)
-        named = named_tensors(model)
         first: dict[int, str] = {}
+        known = getattr(model, "_first_names", None)
+        self.in_stages = known is not None
         if known is None:
             known = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
         self.aliases = {name: stored for name, stored in known.items() if stored != name}
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
-        self._mine: set[str] = set()  # of several stages that have a tied tensor, the first writes it
-        self._whole: dict[tuple[int, torch.dtype], tuple[TensorMetadata, int]] = {}
-        self._named, self._stepped, self._parts = named, list[Any](), list[Part]()
         for name, tensor in named.items():
             self.tensors.setdefault(known[name], tensor)
             self._names.setdefault(id(tensor), known[name])
-            if known[name] == name:
-                self._mine.add(name)
+        self._mine = {name for name in named if known[name] == name}
+        whole = [
+            Part.all_of(name, tensor)
+            for name, tensor in self.tensors.items()
+            if self.layout is None or self.layout.index(tensor) is None or not tensor.numel()
+        ]
+        self._parameters = [part for part in whole if isinstance(part.tensor, nn.Parameter)]
+        self._buffers = [part for part in whole if not isinstance(part.tensor, nn.Parameter)]
+        self._own_buffers = dict(model.named_buffers())
+        self._places: dict[tuple[int, torch.dtype], tuple[TensorMetadata, int]] = {}
+        self._shares: dict[bool, dict[str, Part]] = {}
 
-    def renewed(self) -> ModelTensors:
-        """This object if the model has the same tensors still, else a new one. Most of a save is to find out how they lie."""
-        named = named_tensors(self._model)
-        same = len(named) == len(self._named) and all(
-            one is other and name == known
-            for (name, one), (known, other) in zip(named.items(), self._named.items())
-        )
-        same = same and self.layout is _layout_of(self._optimizer)
-        return self if same else ModelTensors(self._model, self._optimizer)
-
-    def whole_of(self, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorMetadata:
-        """The whole tensor of which this process has a part, or of its state of another dtype."""
-        return self._place(tensor, dtype or tensor.dtype)[0]
-
-    def _place(self, tensor: Tensor, dtype: torch.dtype) -> tuple[TensorMetadata, int]:
-        """The whole tensor, and the first element there of this process's part."""
-        key = id(tensor), dtype
-        if key not in self._whole:
+    def place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> tuple[TensorMetadata, int]:
+        """The whole tensor, or its state of another dtype, and the first element there of this process's part."""
+        key = id(tensor), dtype or tensor.dtype
+        if key not in self._places:
             index = None if self.layout is None else self.layout.index(tensor)
             spec = TensorSpec.of(tensor) if index is None else self.layout.specs[index]
-            whole = TensorMetadata.of(dtype, spec, cut_of(tensor), self._grid.tensor)
-            self._whole[key] = whole, whole.place_of(self._grid.part)[0]
-        return self._whole[key]
+            whole = TensorMetadata.of(key[1], spec, cut_of(tensor), self._grid.tensor)
+            self._places[key] = whole, whole.place_of(self._grid.part)[0]
+        return self._places[key]
 
-    def elements(self, kind: str, name: str, tensor: Tensor, start: int, stop: int) -> Elements:
-        """Elements ``start`` to ``stop`` of this process's part of a tensor, to read them of a snapshot."""
-        whole, first = self._place(tensor, tensor.dtype)
-        return Elements(f"{kind}/{name}", first + start, first + stop, whole)
-
-    def is_sharded(self, tensor: Tensor) -> bool:
-        """Whether ranks have shards of it, those of :attr:`weight_pieces`."""
-        return self.layout is not None and self.layout.index(tensor) is not None
+    def range_of(self, kind: str, part: Part, values: Tensor | None = None) -> Range:
+        """The elements of a part in a snapshot, to read them, or to write these values."""
+        whole, first = self.place(part.tensor, None if values is None else values.dtype)
+        return Range(f"{kind}/{part.name}", first + part.start, first + part.stop, whole, values)
 
     @property
     def is_split(self) -> bool:
         """Whether the optimizer's state is split over ranks, stages or parts."""
         return self.layout is not None or self._grid.model_parallel_size > 1
 
-    def weight_pieces(self) -> Iterator[tuple[str, Tensor, int, int, Tensor]]:
-        """This rank's shards of the exact weights: name, parameter, first and last + 1 element, and values."""
-        if self.layout is None:
-            return
-        number = {name: index for index, name in enumerate(self.layout.names)}
-        for name, start, stop, values in self._optimizer.weight_pieces():
-            parameter = self.layout.parameters[number[name]]
-            yield self._names.get(id(parameter), name), parameter, start, stop, values
+    @cached_property
+    def copy(self) -> str:
+        """Whose weights this rank has, such as ``"@3"``, if those of local SGD have their own; an empty text for rank 0's."""
+        first = ranks_of(self._optimizer.process_set)[0] if self._optimizer.is_local else 0
+        return f"@{first}" if first else ""
 
+    def _shards(self) -> Iterator[tuple[Part, Tensor]]:
+        """This rank's shards of the parameters, and their exact values."""
+        if self.layout is not None:
+            for name, start, stop, values in self._optimizer.weight_pieces():
+                yield Part(*self._sharded[name], start, stop), values
+
+    @cached_property
+    def _sharded(self) -> dict[str, tuple[str, Tensor]]:
+        """The parameters of the layout by their names there: the names in a snapshot, and the parameters."""
+        named = zip(self.layout.names, self.layout.parameters)
+        return {name: (self._names.get(id(parameter), name), parameter) for name, parameter in named}
+
+    def weights(self) -> list[Part]:
+        """Parameters and buffers: whole ones, then this rank's shards of the others."""
+        return [*self._parameters, *self._buffers, *(part for part, _ in self._shards())]
+
+    def reading(self, snapshot: Snapshot, copy: str = "") -> Callable[[], None]:
+        """Verifies the files with weights and buffers of this process, and returns a function that copies them into the model.
+
+        That function is collective, if the optimizer is sharded.
+
+        Args:
+            copy: whose weights, as of :attr:`copy`.
+
+        Raises:
+            SnapshotError: a file is damaged, or no longer there.
+        """
+        there, own = snapshot.manifest.tensors, snapshot.own_buffers
+        parts, wanted = self.weights(), list[Range]()
+        for part in parts:
+            kind, known = f"weights{copy}", f"weights/{part.name}" in there
+            if not isinstance(
+                part.tensor, nn.Parameter
+            ):  # this rank's own, in its own file, or those of rank 0
+                kind = own if f"{own}/{part.name}" in there else "weights"
+            stored = part.name if known else snapshot.manifest.aliases.get(part.name, part.name)
+            wanted.append(self.range_of(kind, part._replace(name=stored)))
+        with snapshot.comparing():
+            values = snapshot.read(wanted)
+
+        def copy_all() -> None:
+            whole = [part for part in parts if part.spec is not None]
+            with torch.no_grad():
+                for part, flat in zip(whole, values):
+                    part.tensor.copy_(part.shaped(flat))
+            if self.layout is not None:
+                shards = [shard[:3] for shard in self._optimizer.weight_pieces()]
+                self._optimizer.load_weight_pieces((*shard, flat) for shard, flat in zip(shards, values))
+
+        return copy_all
+
+    @cached_property
     def parts(self) -> list[Part]:
         """What the optimizer steps, in the order of its groups."""
         optimizer = self._optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stepped = parameters if self.layout is None else list(optimizer.pieces)
-        if len(stepped) != len(self._stepped) or any(
-            one is not other for one, other in zip(stepped, self._stepped)
-        ):
-            self._stepped, self._parts = stepped, self._found_parts(parameters)
-            self._whole.clear()
-        return self._parts
-
-    def _found_parts(self, parameters: Sequence[Tensor]) -> list[Part]:
-        optimizer = self._optimizer
         if not hasattr(optimizer, "parameter_names"):  # not distributed
-            ranges = [
-                ShardRange(self._names[id(one)], 0, one.numel(), TensorSpec.of(one), True)
-                for one in parameters
-            ]
-            return [Part(target.name, target, one) for target, one in zip(ranges, parameters)]
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            return [Part.all_of(self._names[id(one)], one) for one in parameters]
         by_name = {name: parameter for parameter, name in optimizer.parameter_names.items()}
         return [
-            Part(self._names.get(id(by_name[target.name]), target.name), target, by_name[target.name])
-            for target in ranges_of(optimizer)
+            Part(
+                self._names.get(id(by_name[name]), name), by_name[name], start, stop, spec if whole else None
+            )
+            for name, start, stop, spec, whole in ranges_of(optimizer)
         ]
 
     def groups(self) -> list[list[str]]:
@@ -159,11 +230,6 @@ class ModelTensors:
             [self._names.get(id(parameter)) or known[parameter] for parameter in group["params"]]
             for group in self._optimizer.param_groups
         ]
-
-    def _writes(self, name: str, tensor: Tensor) -> bool:
-        """Whether this stage and part write a tensor: each part its slice of a cut one, the first part those that all have."""
-        mine = name in self._mine or id(tensor) not in self._names
-        return mine and (self._grid.part == 0 or cut_of(tensor) is not None)
 
     # -------------------------------------------------------------------------------- saving
 
@@ -182,138 +248,139 @@ class ModelTensors:
         Raises:
             Wrong: no run could resume from the state of the optimizer.
         """
-        optimizer, rank = self._optimizer, hvd.rank()
-        members = ranks_of(optimizer.process_set)
-        if alone:
-            members = [rank]
-        elif not optimizer.is_local and members[0] != 0:
-            members = [0]  # a process set without rank 0
-        elif optimizer.reduces_updates:
-            members = members[:1]  # whose state is that of its own gradients
-        copy = f"@{members[0]}" if optimizer.is_local and members[0] and not alone else ""
-        is_first = rank == members[0]
-        parts = self.parts()
-        shares = self._shares(parts, members)
-        own: list[Range] = []
-
-        def add(kind: str, name: str, tensor: Tensor, start: int, values: Tensor) -> None:
-            whole, first = self._place(tensor, values.dtype)
-            place = first + start
-            own.append(Range(f"{kind}{copy}/{name}", place, place + values.numel(), whole, values))
-
-        def add_share(kind: str, name: str, tensor: Tensor, spec: TensorSpec, values: Tensor) -> None:
-            if name in shares:
-                start, stop = shares[name]
-                add(kind, name, tensor, start, spec.flatten(values)[start:stop])
-
-        for name, tensor in self.tensors.items():
-            if not self._writes(name, tensor) or (self.is_sharded(tensor) and tensor.numel()):
-                continue
-            check_tensor(tensor, f"weights[{name!r}]")
-            if isinstance(tensor, nn.Parameter):
-                add_share("weights", name, tensor, TensorSpec.of(tensor), tensor)
-            elif is_first and not copy:
-                own.append(_of_buffer(f"weights/{name}", tensor, self.whole_of(tensor)))
+        optimizer, copy = self._optimizer, "" if alone else self.copy
+        members = self._writers(alone)
+        is_first = hvd.rank() == members[0]
         if self.layout is not None and optimizer.shard_stage < 3:
             optimizer.sharding.store.sync_from_model()  # other tensors in the parameters' place
-        for name, tensor, start, stop, values in self.weight_pieces():
-            if start < stop and self._writes(name, tensor):
-                add("weights", name, tensor, start, values)
-        if (
-            is_first and not copy
-        ):  # extra states are each rank's; tensors are here as well, for those who load weights alone
-            for name, state in extra.items():
-                if isinstance(state, Tensor):
-                    named = f"weights/{name}.{EXTRA}" if name else f"weights/{EXTRA}"
-                    own.append(_of_buffer(named, state))
-
-        state = self._checked_state()
+        # All that this rank has: kinds, elements and their values.
+        rows: list[tuple[str, Part, Tensor]] = [("weights", part, part.tensor) for part in self._parameters]
+        rows += [("weights", part, values) for part, values in self._shards() if self._writes(part)]
+        state = optimizer.state_dict()
         averages = {} if average is None else average.state_dict()["averages"]
-        masters = state.pop("master_weights")
-        plain: dict[str, dict[str, Any]] = {}
-        for number, (name, (_, start, stop, spec, whole), tensor) in enumerate(parts):
-            if not self._writes(name, tensor) or (start == stop and not whole):
-                continue
-            kept = plain.setdefault(name, {})
-            shape = spec.shape if whole else (stop - start,)
-            others = ("master_weights", masters), ("average", averages)
-            found = [(kind, of_kind[number]) for kind, of_kind in others if number in of_kind]
-            for key, value in state["state"].pop(number, {}).items():
-                if isinstance(value, Tensor) and value.shape == shape and _is_kind(key):
-                    kept[key] = None  # keeps the place of the entry
-                    found.append((f"optimizer.{key}", value))
-                else:
-                    kept[key] = value
-            for kind, tensor_values in found:
-                if whole:
-                    add_share(kind, name, tensor, spec, tensor_values)
-                else:
-                    add(kind, name, tensor, start, tensor_values)
+        others = ("master_weights", state.get("master_weights", {})), ("average", averages)
+        kept, plain = dict(state["state"]), dict[str, Any]()
+        for number, part in self._stepped:
+            if isinstance(kept.get(number), dict):
+                kept[number], found = divided(kept[number], part.shape)
+                rows += [(kind, part, value) for kind, value in found.items()]
+                if all(
+                    type(key) is str and (one is None or is_stored(one)) for key, one in kept[number].items()
+                ):
+                    plain[part.name] = kept.pop(number)  # as files hold it
+            rows += [(kind, part, values[number]) for kind, values in others if number in values]
+        if alone not in self._shares:
+            self._shares[alone] = self._shares_of(members)
+        shares = self._shares[alone]
+        own: list[Range] = []
+        for kind, part, values in rows:
+            if part.spec is not None:  # all members have it
+                if (share := shares.get(part.name)) is None:
+                    continue
+                values = part.spec.flatten(values)
+                if share.stop - share.start < part.stop:
+                    values = values[share.start : share.stop]
+                part = share
+            own.append(self.range_of(kind + copy, part, values))
+        if is_first and not copy:
+            # Buffers, and extra states that are tensors, for those who load weights alone; each rank's come below.
+            written_here = filter(self._writes, self._buffers)
+            own += [_of_buffer(f"weights/{part.name}", part.tensor) for part in written_here]
+            for name, value in extra.items():
+                if isinstance(value, Tensor):
+                    own.append(_of_buffer(f"weights/{name}.{EXTRA}" if name else f"weights/{EXTRA}", value))
         if not alone:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
-            own += [
-                _of_buffer(f"buffers@{number}/{name}", buffer) for name, buffer in self._model.named_buffers()
-            ]
-        no_parameters = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
-        more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-        kept_plain = {"state": plain, "others": no_parameters, "more": more}
+            own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
+        checked = _checked({**state, "state": kept})
+        for number, part in self._stepped:
+            plain.setdefault(part.name, checked["state"].get(number, {}))
+        values_of = plain_values(checked, plain)
         if self.is_split:
-            check_split(kept_plain)
-        return own, {"optimizer": kept_plain if is_first or self.layout else None}
+            check_split(values_of)
+        return own, {"optimizer": values_of if is_first or self.layout else None}
 
-    def _shares(self, parts: Sequence[Part], members: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """The elements that this rank writes of each parameter that all members have whole, about as many as the others."""
-        sizes = {
-            name: 0 if self.is_sharded(one) else one.numel()
-            for name, one in self.tensors.items()
-            if isinstance(one, nn.Parameter)
-        }
-        sizes.update({part.name: part.parameter.numel() for part in parts if part.name not in sizes})
-        shares: dict[str, tuple[int, int]] = {}
+    @cached_property
+    def _stepped(self) -> list[tuple[int, Part]]:
+        """The parts of which this process writes the optimizer's state, and their numbers."""
+        return [(number, part) for number, part in enumerate(self.parts) if self._writes(part)]
+
+    def _writers(self, alone: bool) -> list[int]:
+        """The ranks that have the same weights and share the writing."""
+        optimizer = self._optimizer
+        members = ranks_of(optimizer.process_set)
+        if alone:
+            return [hvd.rank()]
+        if not optimizer.is_local and members[0] != 0:
+            return [0]  # a process set without rank 0
+        # Where updates are reduced, a rank's state is that of its own gradients.
+        return members[:1] if optimizer.reduces_updates else members
+
+    def _writes(self, part: Part) -> bool:
+        """Whether this stage and part of tensor parallelism write elements: each part its slice of a cut tensor, the first part
+        those that all have; the first stage those of a tied tensor."""
+        mine = part.name in self._mine or id(part.tensor) not in self._names
+        mine = mine and (part.start < part.stop or part.spec is not None)
+        return mine and (self._grid.part == 0 or cut_of(part.tensor) is not None)
+
+    def _shares_of(self, members: Sequence[int]) -> dict[str, Part]:
+        """The elements that this rank writes of parameters that all members have whole: about as many in all as the others."""
+        parts = (part for part in (*self._parameters, *self.parts) if part.spec is not None)
+        whole = {part.name: part for part in parts if self._writes(part)}
+        shares = {}
         if hvd.rank() in members:
-            place, total, reached = members.index(hvd.rank()), sum(sizes.values()), 0
+            place, total, reached = members.index(hvd.rank()), sum(part.stop for part in whole.values()), 0
             edges = total * place // len(members), total * (place + 1) // len(members)
-            for name, size in sorted(sizes.items()):  # ranks may have them in another order
-                start, stop = (min(max(edge - reached, 0), size) for edge in edges)
-                reached += size
-                if start < stop or (not size and place == 0):
-                    shares[name] = start, stop
+            for name, part in sorted(whole.items()):  # ranks may have them in another order
+                start, stop = (min(max(edge - reached, 0), part.stop) for edge in edges)
+                reached += part.stop
+                if start < stop or (not part.stop and place == 0):
+                    map_tensors(part.tensor, f"weights[{name!r}]", stored)
+                    shares[name] = part._replace(start=start, stop=stop)
         return shares
 
-    def _checked_state(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, of which the entries can be taken out."""
 
-        def checked(tensor: Tensor, place: str) -> Tensor:
-            check_tensor(tensor, place)
-            return tensor
-
-        given = self._optimizer.state_dict()
-        own = {name: value for name, value in given.items() if name not in _OF_A_RANK}
-        state: dict[str, Any] = map_tensors(own, "optimizer", checked)
-        try:
-            OptimizerState.check(state, "optimizer")
-        except ValueError as error:
-            raise Wrong(str(error).replace("optimizer cannot be loaded", "optimizer")) from None
-        return {**state, "master_weights": given.get("master_weights", {})}
+def divided(entries: Mapping[str, Any], *shapes: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an optimizer keeps of a parameter: plain values, and tensors of these shapes by kind, whose places are None there."""
+    plain, tensors = dict(entries), dict[str, Tensor]()
+    for key, value in entries.items():
+        if is_stored(value) and value.shape in shapes and _is_kind(key):
+            plain[key], tensors[f"optimizer.{key}"] = None, value
+    return plain, tensors
 
 
-def _layout_of(optimizer: Any) -> Any:
-    """The layout of shards; None for an optimizer that has none."""
-    return optimizer.sharding.layout if getattr(optimizer, "shard_stage", 0) > 0 else None
+def plain_values(state: Mapping[str, Any], plain: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The plain values of an optimizer: of parameters, by name, and what else is in its state dict."""
+    others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+    more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {"state": plain, "others": others, "more": more}
 
 
 @functools.cache
-def _is_kind(key: str) -> bool:
+def _is_kind(key: Any) -> bool:
     """Whether an entry of an optimizer's state may have the elements of a parameter, and a name in the manifest."""
-    return key not in COUNTERS and key.isprintable() and not {"/", "@"} & set(key)
+    return isinstance(key, str) and key not in COUNTERS and key.isprintable() and not {"/", "@"} & set(key)
 
 
-def _of_buffer(name: str, buffer: Tensor, whole: TensorMetadata | None = None) -> Range:
-    check_tensor(buffer, name)
-    spec = TensorSpec.of(buffer)
-    whole = whole or TensorMetadata.of(buffer.dtype, spec)
-    place = whole.place_of(current().part)
-    return Range(name, *place, whole, spec.flatten(buffer), changing=True)
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the wrapped optimizer. Raises Wrong unless files can hold it, and ``load_state_dict`` can load it."""
+    own = {name: value for name, value in given.items() if name not in _OF_A_RANK}
+    state: dict[str, Any] = map_tensors(own, "optimizer", stored)
+    try:
+        OptimizerState.check(state, "optimizer")
+    except ValueError as error:
+        raise Wrong(str(error).replace("optimizer cannot be loaded", "optimizer")) from None
+    return state
+
+
+def _of_buffer(name: str, buffer: Tensor) -> Range:
+    return Range.of(name, map_tensors(buffer, name, stored), changing=True)
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The options of parameter groups, such as the learning rate."""
+    of_parameters = ("params", "param_names")
+    return [{key: value for key, value in group.items() if key not in of_parameters} for group in groups]
 
 
 def check_split(values: Mapping[str, Any]) -> None:

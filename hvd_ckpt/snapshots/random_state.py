@@ -43,31 +43,22 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Any) -> None:
-    """Restores what :func:`random_state` returned; all of it or, if it is invalid, nothing.
-
-    That of a CUDA device goes to the current one, if there is any.
+    """Restores what :func:`random_state` returned. That of a CUDA device goes to the current one, if there is any.
 
     Raises:
         SnapshotError: it is invalid.
     """
-    before = random_state()
     try:
-        _set(state)
+        name, table, position, *rest = state["numpy"]
+        if not 0 <= position <= len(table):  # NumPy would read beyond its table
+            raise ValueError(f"the position {position} is not in a table of {len(table)} numbers")
+        random.setstate(state["python"])
+        np.random.set_state((name, table.numpy(), position, *rest))
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        # _set() may have failed half-way, and the generators belong together.
-        _set(before)
         reason = " ".join(str(error).split())[:200]
         raise SnapshotError(
             f"The random state cannot be restored ({type(error).__name__}: {reason}): {_WAY_OUT}."
         ) from None
-
-
-def _set(state: Any) -> None:
-    name, table, position, *rest = state["numpy"]
-    if not 0 <= position <= len(table):  # NumPy would read beyond its table
-        raise ValueError(f"the position {position} is not in a table of {len(table)} numbers")
-    random.setstate(state["python"])
-    np.random.set_state((name, table.numpy(), position, *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -11,20 +11,19 @@ from __future__ import annotations
 import os
 import stat
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import psutil
 import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import (
     SNAPSHOT,
     SnapshotError,
@@ -34,16 +33,15 @@ from hvd_ckpt.snapshots.folder import (
     names_in,
     remove,
 )
-from hvd_ckpt.snapshots.ranges import OTHER_MODEL, Elements, Range
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    MAX_RANKS,
+    OTHER_MODEL,
     REPLICATED,
     Layout,
     Manifest,
-    TensorMetadata,
+    Range,
     libraries,
     rank_file,
     tensors_file,
@@ -64,7 +62,6 @@ class Snapshot:
     Args:
         path: its folder.
         manifest: its files, tensors, and when and by which versions they were written.
-        rank: whose plain values :attr:`per_rank` has; None for this process's rank.
 
     Raises:
         SnapshotError: from all methods; a file is damaged, or no longer there.
@@ -72,37 +69,6 @@ class Snapshot:
 
     path: Path
     manifest: Manifest
-    rank: int | None = None
-
-    @property
-    def step(self) -> int:
-        """Training steps taken."""
-        return self.manifest.step
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that wrote it."""
-        return self.manifest.ranks
-
-    @property
-    def layout(self) -> Layout:
-        """How its ranks shared the model."""
-        return self.manifest.layout
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks on each of its stages and parts."""
-        return self.manifest.replicas
-
-    @property
-    def tensors(self) -> dict[str, TensorMetadata]:
-        """All tensors, by name."""
-        return self.manifest.tensors
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied weights, and the name that each is stored under."""
-        return self.manifest.aliases
 
     @cached_property
     def replicated(self) -> Any:
@@ -110,45 +76,53 @@ class Snapshot:
         return self.state(REPLICATED)
 
     @property
-    def number(self) -> int | None:
-        """The process that wrote :attr:`per_rank`."""
-        rank = self.rank
-        if rank is None:
-            rank = hvd.rank() if hvd.is_initialized() else 0
-        return None if rank >= self.replicas else self.number_of(rank)
+    def has_own(self) -> bool:
+        """Whether the snapshot has plain values of this process's rank: as many ranks wrote it, or more."""
+        return current().replica < self.manifest.replicas
 
     @cached_property
     def per_rank(self) -> Any:
-        """The plain values of the rank; None if fewer ranks wrote the snapshot."""
-        return None if self.number is None else self.state(rank_file(self.number))
+        """The plain values of this process's rank, or None."""
+        return self.state(rank_file(self.number_of(current().replica))) if self.has_own else None
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """For ``model.load_state_dict``, whole; tied ones are the same tensor."""
         weights = self.whole_tensors("weights")
-        return {**weights, **{alias: weights[name] for alias, name in self.aliases.items()}}
+        return {**weights, **{alias: weights[name] for alias, name in self.manifest.aliases.items()}}
 
     def number_of(self, rank: int) -> int:
         """The process of a rank there, on this process's stage and part if there were as many, else on the first."""
-        grid, layout = current(), self.layout
+        grid, layout = current(), self.manifest.layout
         stage = grid.stage if grid.stages == layout.pipeline_stages else 0
         part = grid.part if grid.tensor == layout.tensor else 0
-        return (stage * self.replicas + rank) * layout.tensor + part
+        return (stage * self.manifest.replicas + rank) * layout.tensor + part
+
+    @property
+    def own_buffers(self) -> str:
+        """The kind of the buffers that this rank has saved for itself; an empty text if there were other ranks."""
+        grid, manifest = current(), self.manifest
+        number = self.number_of(grid.replica) % (manifest.replicas * manifest.layout.tensor)
+        return f"buffers@{number}" if manifest.replicas == grid.replicas else ""
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """A context in which the snapshot is a SnapshotError of one sentence, if it does not fit, or is damaged."""
+        way_out = "give the model, optimizer and settings that it was written with, or another snapshot"
+        return naming(self.path, way_out=way_out)
 
     def state(self, name: str) -> Any:
         """The plain values in a file."""
-        path = self._loadable(name)
+        path = self.verified(name)
         with naming(self.path, name):
             return load_state(path)
 
     def whole_tensors(self, kind: str) -> dict[str, Tensor]:
         """All tensors of a kind, whole, by the names of parameters and buffers."""
         named = self.manifest.names(kind)
-        wanted = [Elements(name, 0, self.tensors[name].numel, self.tensors[name]) for name in named.values()]
-        values = zip(named, wanted, self.read(wanted))
-        return {name: elements.whole.unflatten(flat) for name, elements, flat in values}
+        values = zip(named.items(), self.read([self.manifest.all_of(name) for name in named.values()]))
+        return {name: self.manifest.tensors[stored].unflatten(flat) for (name, stored), flat in values}
 
-    def read(self, wanted: Sequence[Elements], copied: bool = False) -> Iterator[Tensor]:
+    def read(self, wanted: Sequence[Range], copied: bool = False) -> Iterator[Tensor]:
         """The values of these elements, 1-D, in the dtypes that they were saved in, on any layout of ranks.
 
         Only the files of ranks that have some of them are read. All of these are verified before this returns; values are then read
@@ -158,40 +132,38 @@ class Snapshot:
             Wrong: there is no such tensor, or it has another size.
         """
         found = []
-        for elements in wanted:
-            there = self.tensors.get(elements.name)
+        for each in wanted:
+            there = self.manifest.tensors.get(each.name)
             if there is None:
-                raise Wrong(f"it has no {shown(elements.name)}: {OTHER_MODEL}")
-            if there.size != elements.whole.size:
+                raise Wrong(f"it has no {shown(each.name)}: {OTHER_MODEL}")
+            if there.size != each.whole.size:
                 raise Wrong(
-                    f"{shown(elements.name)} has size {list(there.size)}, and must have {list(elements.whole.size)}: {OTHER_MODEL}"
+                    f"{shown(each.name)} has size {list(there.size)}, and must have {list(each.whole.size)}: {OTHER_MODEL}"
                 )
-            moved = not there.has_order_of(elements.whole)
-            start, stop = (0, there.numel) if moved else (elements.start, elements.stop)
-            ranges = self.manifest.by_tensor.get(elements.name, ())
+            moved = (there.stride, there.cut) != (each.whole.stride, each.whole.cut)
+            start, stop = (0, there.numel) if moved else (each.start, each.stop)
             overlaps = [
                 (rank, max(start, first) - first, min(stop, last) - first)
-                for first, last, rank in ranges
+                for first, last, rank in self.manifest.by_tensor.get(each.name, ())
                 if first < stop and start < last
             ]
-            found.append((elements, there, moved, overlaps))
-        files = {
-            rank: self.open_file(rank) for rank in sorted({one[0] for *_, each in found for one in each})
-        }
+            found.append((each, there, moved, overlaps))
+        ranks = {rank for *_, overlaps in found for rank, *_ in overlaps}
+        files = {rank: self.open_file(rank) for rank in sorted(ranks)}
 
         def values() -> Iterator[Tensor]:
-            for elements, there, moved, overlaps in found:
+            for each, there, moved, overlaps in found:
                 if len(overlaps) == 1 and (moved or not copied):
                     ((rank, start, stop),) = overlaps
-                    flat = files[rank](elements.name, start, stop)
+                    flat = files[rank](each.name, start, stop)
                 else:
                     # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
                     sizes = [stop - start for _, start, stop in overlaps]
                     flat = torch.empty(sum(sizes), dtype=there.torch_dtype)
                     for (rank, start, stop), place in zip(overlaps, torch.split(flat, sizes)):
-                        place.copy_(files[rank](elements.name, start, stop))
+                        place.copy_(files[rank](each.name, start, stop))
                 if moved:
-                    flat = elements.whole.flatten(there.unflatten(flat))[elements.start : elements.stop]
+                    flat = each.whole.flatten(there.unflatten(flat))[each.start : each.stop]
                     flat = flat.clone() if copied else flat
                 yield flat
 
@@ -200,106 +172,75 @@ class Snapshot:
     def open_file(self, rank: int) -> Read:
         """Verifies the file of a rank's ranges. The function reads elements of one: tensor, first and last + 1 element there."""
         name, ranges = tensors_file(rank), self.manifest.ranges[rank]
-        path = self._loadable(name)
+        path = self.verified(name)
         with naming(self.path, name):
             file = TensorFile(path)
             if file.names() != ranges.keys():
                 raise Wrong(f"it has other tensors than the manifest says: {DAMAGED}")
             for tensor, (start, stop) in ranges.items():
-                if file.form(tensor) != ([stop - start], self.tensors[tensor].torch_dtype):
+                if file.form(tensor) != ([stop - start], self.manifest.tensors[tensor].torch_dtype):
                     raise Wrong(f"{shown(tensor)} is not what the manifest says: {DAMAGED}")
         return file.read
 
-    def verify(self, name: str) -> Path:
+    def verified(self, name: str) -> Path:
         """The path of a file whose content has the size and hash that the manifest says."""
-        try:
-            self.check_size(name)
-            with naming(self.path, name):
-                # A file that is as it was when this process verified it is not read once more.
-                status, entry = os.stat(self.path / name), self.manifest.files[name]
-                seen = (entry.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-                # Within the clock's resolution, a change may leave no trace.
-                is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000
-                if seen not in _verified and hash_file(self.path / name) != entry:
-                    raise Wrong(
-                        f"its content is not what was written (SHA-256 differs from the manifest's): {DAMAGED}"
-                    )
-        except SnapshotError:
-            # The manifest was read some time ago, and a run may have put another snapshot of this step in its place.
-            if self._is_replaced():
-                raise SnapshotError(
-                    f"The snapshot '{self.path}' has been written again while it was read: resume again."
-                ) from None
-            raise
-        if is_settled:
-            _verified.add(seen)
-        return self.path / name
-
-    def check_size(self, name: str) -> None:
-        """Raises a SnapshotError unless a file is there with its size."""
-        with naming(self.path, name):
-            size, expected = _check_regular(self.path / name), self.manifest.files[name].bytes
-            if size != expected:
-                raise Wrong(f"it has {size} bytes, and the manifest says {expected}: {DAMAGED}")
-
-    def _is_replaced(self) -> bool:
-        try:
-            return _manifest_of(self.path) != self.manifest
-        except SnapshotError:
-            return False
-
-    def _loadable(self, name: str) -> Path:
-        size, memory = self.manifest.files[name].bytes, psutil.virtual_memory().total
+        path, entry, memory = self.path / name, self.manifest.files[name], psutil.virtual_memory().total
         with naming(self.path, name):
             # Before the file is read: a sparse file of any size fits on a small disk.
-            if size > memory:
+            if entry.bytes > memory:
                 raise Wrong(
-                    f"its {size >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
+                    f"its {entry.bytes >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
                 )
-        return self.verify(name)
+            status = _check_size(path, entry.bytes)
+            # A file that is as it was when this process verified it is not read once more.
+            seen = (entry.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+            # Within the clock's resolution, a change may leave no trace.
+            is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000
+            if seen not in _verified and hash_file(path) != entry:
+                raise Wrong(
+                    f"its content is not what was written (SHA-256 differs from the manifest's): {DAMAGED}"
+                )
+        if is_settled:
+            _verified.add(seen)
+        return path
 
 
 @dataclass(frozen=True)
 class HeldSnapshot(Snapshot):
-    """A snapshot that was never on the disk.
+    """A snapshot that was never on the disk, of which no rank resumes with plain values of its own.
 
     Args:
-        values: whole tensors, by name.
-        common, own: plain values that are the same on every rank, and those that any rank has.
+        held: copies of all values, whole tensors by name.
     """
 
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    common: Any = None
-    own: Any = None
+    held: Any = None
+    has_own = False
 
     @classmethod
-    def of(
-        cls, step: int, ranges: Sequence[Range], aliases: Mapping[str, str], common: Any, own: Any
-    ) -> HeldSnapshot:
-        """Of copies of whole tensors and plain values; no rank resumes with plain values of its own."""
+    def of(cls, step: int, state: SavedState) -> HeldSnapshot:
+        """Of what a rank has by itself."""
         manifest = Manifest.model_construct(
             step=step,
             ranks=current().replicas,
             libraries=libraries(),
             layout=Layout(),
-            ranges=({each.name: (each.start, each.stop) for each in ranges},),
-            tensors={each.name: each.whole for each in ranges},
-            aliases=dict(aliases),
+            ranges=({each.name: (each.start, each.stop) for each in state.ranges},),
+            tensors={each.name: each.whole for each in state.ranges},
+            aliases=dict(state.aliases),
         )
-        values = {each.name: each.values for each in ranges}
-        copied = map_tensors(
-            (values, common, own), "state", lambda tensor, _: tensor.detach().to("cpu", copy=True)
-        )
-        return cls(Path("in memory"), manifest, MAX_RANKS, *copied)
+        values = {each.name: each.values for each in state.ranges}
+        held = {"tensors": values, REPLICATED: state.replicated, "per_rank": state.per_rank}
+        copied = map_tensors(held, "state", lambda tensor: tensor.detach().to("cpu", copy=True))
+        return cls(Path("in memory"), manifest, copied)
 
     def state(self, name: str) -> Any:
         """A copy: an optimizer keeps the tensors that it loads, and would change those here."""
-        state = self.common if name == REPLICATED else self.own
-        return map_tensors(state, "state", lambda tensor, _: tensor.clone())
+        state = self.held[REPLICATED if name == REPLICATED else "per_rank"]
+        return map_tensors(state, "state", torch.clone)
 
     def open_file(self, rank: int) -> Read:
         """Reads of the tensors here."""
-        return lambda tensor, start, stop: self.values[tensor][start:stop]
+        return lambda tensor, start, stop: self.held["tensors"][tensor][start:stop]
 
 
 def open_snapshot(path: Path) -> Snapshot:
@@ -308,65 +249,53 @@ def open_snapshot(path: Path) -> Snapshot:
     Raises:
         SnapshotError: there is no snapshot, or it is damaged.
     """
-    with naming(path, ""):
+    with naming(path):
         if path.is_symlink():
             raise Wrong("it is a link: name the folder itself")
         names = set(os.listdir(path))
-    snapshot = Snapshot(path, _manifest_of(path))
-    with naming(path, ""):
-        odd = names ^ {*snapshot.manifest.files, MANIFEST}
-        if odd:
-            raise Wrong(f"the file {shown(min(odd))} is missing or unknown: {DAMAGED}")
-    for name in snapshot.manifest.files:
-        snapshot.check_size(name)
-    return snapshot
-
-
-def _manifest_of(path: Path) -> Manifest:
     with naming(path, MANIFEST):
-        _check_regular(path / MANIFEST)
+        _check_size(path / MANIFEST)
         with open(path / MANIFEST, "rb") as file:
             manifest = Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1))
         named = SNAPSHOT.fullmatch(path.name)
         if named and int(named[1]) != manifest.step:
             raise Wrong(f"it says step {manifest.step}: give the folder its name back")
-    return manifest
+    with naming(path):
+        odd = names ^ {*manifest.files, MANIFEST}
+        if odd:
+            raise Wrong(f"the file {shown(min(odd))} is missing or unknown: {DAMAGED}")
+    for name, entry in manifest.files.items():
+        with naming(path, name):
+            _check_size(path / name, entry.bytes)
+    return Snapshot(path, manifest)
 
 
-def _check_regular(path: Path) -> int:
-    """The size of a file; raises Wrong if it is something else."""
+def _check_size(path: Path, size: int | None = None) -> os.stat_result:
+    """What the file system says of a file; raises Wrong if it is something else, or has another size."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise Wrong(f"it is a link, a folder or a device: {DAMAGED}")
-    return status.st_size
+    if size not in (None, status.st_size):
+        raise Wrong(f"it has {status.st_size} bytes, and the manifest says {size}: {DAMAGED}")
+    return status
 
 
 @contextmanager
-def naming(path: Path, name: str) -> Iterator[None]:
-    """Turns an error in a file of a snapshot into one sentence, a SnapshotError."""
+def naming(path: Path, name: str = "", way_out: str = "") -> Iterator[None]:
+    """Turns an error in a snapshot, or in a file of it, into one sentence, a SnapshotError.
+
+    Args:
+        way_out: what to do unless the snapshot is damaged, where errors do not say it.
+    """
     where = f"{name}: " if name else ""
     try:
         yield
     except Wrong as error:
-        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{error}.") from None
+        more = f": {way_out}" if way_out and DAMAGED not in str(error) else ""
+        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{error}{more}.") from None
     except OSError as error:
         reason = f"{os.strerror(error.errno) if error.errno else error}: use another snapshot"
         raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{reason}.") from None
-
-
-def read(path: Path, rank: int | None = None) -> Snapshot:
-    """Reads a snapshot with its weights, and verifies the sizes of all its files and the hashes of those that it reads.
-
-    Args:
-        rank: whose plain values to read: this process's by default.
-
-    Raises:
-        SnapshotError: it is missing or damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
-    """
-    opened = open_snapshot(Path(path))
-    snapshot = Snapshot(opened.path, opened.manifest, rank)
-    _ = snapshot.replicated, snapshot.per_rank, snapshot.weights
-    return snapshot
 
 
 def find(folder: Path) -> Snapshot | None:
@@ -382,7 +311,7 @@ def find(folder: Path) -> Snapshot | None:
         try:
             snapshot = open_snapshot(path)
             for name in snapshot.manifest.files:
-                snapshot.verify(name)
+                snapshot.verified(name)
         except SnapshotError as error:
             run_warnings.warn(f"{str(error)[:-1]}. Looking for the one before.")
             first = first or error
@@ -393,41 +322,28 @@ def find(folder: Path) -> Snapshot | None:
     return None
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest snapshot with a valid manifest and all files at their sizes; None if no snapshot has. Content is not verified."""
-    return next((path for path in list_snapshots(Path(folder)) if _looks_whole(path)), None)
+def find_in(path: Path) -> Snapshot | None:
+    """The snapshot in this folder, or the newest good one of the run in it, or None."""
+    return open_snapshot(path) if (path / MANIFEST).is_file() else find(path / "snapshots")
 
 
-def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
-    """Removes snapshots older than the newest ``keep`` complete ones, and what interrupted writes have left. For one rank to call.
-
-    A folder that fails to be removed stays, with a warning. Folders that this process writes to stay too.
+def prune(folder: Path, keep: int, warn: Warn) -> None:
+    """Removes snapshots older than the newest ``keep`` complete ones, and what interrupted writes have left. For one rank to call,
+    while no snapshot is being written.
 
     Args:
-        warn: takes the warnings in place of Python's.
-
-    Raises:
-        ValueError: ``keep`` is less than 1.
+        warn: takes a warning for each folder that cannot be removed, and stays.
     """
-    if keep < 1:
-        raise ValueError(f"prune: keep is {keep}: keep 1 snapshot or more")
-    folder, warn = Path(folder), warn or warnings.warn
     complete, kept, old = 0, set(), []
     for path in list_snapshots(folder):
         if complete == keep:
             old.append(path)
-        else:
-            kept.add(path)
-            # A damaged snapshot does not count: ``keep`` good ones stay, and with them the damaged ones in between.
-            complete += _looks_whole(path)
+            continue
+        kept.add(path)
+        # A damaged snapshot does not count: ``keep`` good ones stay, and with them the damaged ones in between.
+        with suppress(SnapshotError):
+            open_snapshot(path)
+            complete += 1
     remove(old, warn)
-    left_over = (folder / name for name in names_in(folder))
-    remove([path for path in left_over if path not in kept and is_left_over(path)], warn)
-
-
-def _looks_whole(path: Path) -> bool:
-    try:
-        open_snapshot(path)
-    except SnapshotError:
-        return False
-    return True
+    left_over = (folder / name for name in names_in(folder) if is_left_over(name))
+    remove([path for path in left_over if path not in kept], warn)

@@ -24,7 +24,7 @@ import math
 import platform
 import time
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import horovod
 import numpy as np
@@ -32,8 +32,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hvd_ckpt.reduction.buckets import is_dense
-from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.reduction.buckets import TensorSpec, is_dense
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.plain_data import dumps, loads, parse_json
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
@@ -47,6 +46,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_STEP = 10**18
 MAX_RANKS = 1_000_000
 DAMAGED = "use the snapshot before it, or restore it from a copy"
+OTHER_MODEL = "the snapshot is of another model"
 _GIVE = "give the folder of a snapshot"
 
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -109,9 +109,6 @@ class TensorMetadata(Strict):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def has_order_of(self, other: TensorMetadata) -> bool:
-        return (self.size, self.stride, self.cut) == (other.size, other.stride, other.cut)
-
     def place_of(self, part: int) -> tuple[int, int]:
         """The first and last + 1 element of a part; of what is not cut, every part has all."""
         if self.cut is None:
@@ -168,6 +165,31 @@ class TensorMetadata(Strict):
                     f"the cut along dimension {self.cut.dim} does not fit the size {list(self.size)}"
                 )
         return self
+
+
+class Range(NamedTuple):
+    """Elements ``start`` to ``stop`` of a tensor, which a rank writes or wants to read.
+
+    Attributes:
+        name: of the tensor, with its kind.
+        whole: the whole tensor, and the order of its elements; of what is wanted the order that it has here.
+        values: the elements, 1-D; None of what is wanted.
+        changing: whether they may change right after a save, such as the buffers of a batch norm.
+    """
+
+    name: str
+    start: int
+    stop: int
+    whole: TensorMetadata
+    values: Any = None
+    changing: bool = False
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, changing: bool = False) -> Range:
+        """All elements of a tensor that is not cut."""
+        spec = TensorSpec.of(tensor)
+        whole = TensorMetadata.of(tensor.dtype, spec)
+        return cls(name, 0, whole.numel, whole, spec.flatten(tensor), changing)
 
 
 Ranges = dict[str, tuple[Natural, Natural]]
@@ -275,6 +297,10 @@ class Manifest(Strict):
                 found.setdefault(name, []).append((start, stop, rank))
         return {name: sorted(ranges) for name, ranges in found.items()}
 
+    def all_of(self, name: str) -> Range:
+        """All elements of a tensor, to read them as they lie there."""
+        return Range(name, 0, self.tensors[name].numel, self.tensors[name])
+
     def names(self, kind: str) -> dict[str, str]:
         """The tensors of a kind: the names of parameters or buffers, and those of the tensors."""
         return {name[len(kind) + 1 :]: name for name in self.tensors if name.startswith(f"{kind}/")}
@@ -296,13 +322,9 @@ class Manifest(Strict):
         Raises:
             Wrong: it is not a manifest, or damaged.
         """
-        document = loads(content, _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
-        if not isinstance(document, dict) or document.get("format") != "hvd_ckpt snapshot":
-            raise Wrong(f'it does not say "format": "hvd_ckpt snapshot": {_GIVE}')
+        document = document_of(content)
         if document.get("version") == 1:
             raise Wrong("an earlier version wrote it: convert it with 'hvd-ckpt export --convert OLD NEW'")
-        if document.pop("sha256", None) != hash_of(document):
-            raise Wrong(f"its content is not what was written (its SHA-256 differs): {DAMAGED}")
         return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
 
     def encode(self) -> bytes:
@@ -312,7 +334,7 @@ class Manifest(Strict):
             Wrong: it is larger than it may be.
         """
         document = self.model_dump(mode="json", exclude_none=True)
-        text = dumps({**document, "sha256": hash_of(document)}).encode()
+        text = dumps({**document, "sha256": _hash_of(document)}).encode()
         if len(text) > MAX_MANIFEST_BYTES:
             raise Wrong(
                 f"the manifest would be larger than {MAX_MANIFEST_BYTES >> 20} MiB: tie fewer weights"
@@ -333,7 +355,17 @@ def files_of(rank: int) -> tuple[str, str]:
     return rank_file(rank), tensors_file(rank)
 
 
-def hash_of(document: dict[str, Any]) -> str:
+def document_of(content: bytes) -> dict[str, Any]:
+    """The document in the content of a manifest's file. Raises Wrong unless it is one, as it was written."""
+    document = loads(content, _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
+    if not isinstance(document, dict) or document.get("format") != "hvd_ckpt snapshot":
+        raise Wrong(f'it does not say "format": "hvd_ckpt snapshot": {_GIVE}')
+    if document.pop("sha256", None) != _hash_of(document):
+        raise Wrong(f"its content is not what was written (its SHA-256 differs): {DAMAGED}")
+    return document
+
+
+def _hash_of(document: dict[str, Any]) -> str:
     # Of the content and not of the text: the file may be indented in another way and keep its hash.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -18,6 +18,7 @@ from typing_extensions import Self
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.agreement import (
     agree_on_options,
     described,
@@ -27,21 +28,20 @@ from hvd_ckpt.reduction.agreement import (
 )
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.snapshots.arguments import check_arguments
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
-    later_snapshots,
     list_snapshots,
-    remove_abandoned,
+    remove,
+    step_of,
 )
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
-from hvd_ckpt.snapshots.state import kind_of
-from hvd_ckpt.snapshots.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.snapshots.training_state import TrainingState
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
@@ -95,6 +95,7 @@ class Snapshots:
         loop: further state that was given to :meth:`save`, after :meth:`resume`.
         stop: records requests to stop.
         written: the newest snapshots that are complete, on the first process; may be emptied.
+        lock: the lock of the folder, on the first process; may be set to one that is held already.
 
     Raises:
         TypeError: an argument has no state that can be saved; raised on every rank.
@@ -139,20 +140,20 @@ class Snapshots:
         self.folder = Path(folder)
         self.stop = StopRequest(self.folder if current().number == 0 else None)
         self.written: deque[Path] = deque(maxlen=16)
-        kinds = described(optimizer=kind_of(optimizer), scheduler=scheduler)
+        kinds = described(optimizer=class_of(optimizer), scheduler=scheduler)
         self._training = TrainingState(model, optimizer, scaler, average, kinds)
         self._optimizer, self._average, self._keep = optimizer, average, keep
         self._scheduler, self._loader = scheduler, loader
         self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
         self._blocking = blocking or optimizer.is_offloaded
-        self._warn = warn or _warn
+        self._warn = warn or run_warnings.warn
         self.loop: dict[str, Any] = {}
         self._step, self._resumed = 0, False
         self._abandoned: list[Path] = []
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
         self._opened = ExitStack()
-        self._lock: FolderLock | None = None  # on the first process
+        self.lock: FolderLock | None = None
         self._locked = False
         self._found: set[Path] | None = None  # snapshots that were there on resume(), on the first process
 
@@ -184,12 +185,12 @@ class Snapshots:
             return 0
         with errors_on_all("Snapshots: read"):
             self._training.check(snapshot)
-        self._step = snapshot.step
+        self._step = snapshot.manifest.step
         self._training.load_weights(snapshot)
         if not self.load(snapshot, options=True):
             # There were other ranks. A seed by step and rank gives no rank
             # the numbers of another one, nor those of an earlier resume.
-            seed_all(seed_of_rank(0, snapshot.step))
+            seed_all(seed_of_rank(0, self._step))
         with errors_on_all("Snapshots: loop"):
             for owner, state in (
                 (self._scheduler, snapshot.replicated["scheduler"]),
@@ -198,7 +199,7 @@ class Snapshots:
                 if owner is not None and state is not None:
                     owner.load_state_dict(state)
         self.loop = snapshot.replicated["loop"]
-        return snapshot.step
+        return self._step
 
     def save(self, step: int, **loop: Any) -> None:
         """Begins to write a snapshot. Returns at once, unless the previous snapshot is not on the disk yet; then it waits for that
@@ -297,14 +298,13 @@ class Snapshots:
     def _fault(self) -> str | None:
         """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
         assert self._writer is not None
-        fault: str | None = None
-        for again in (True, False):
-            name = "hvd_ckpt.snapshots.written"
-            fault, has_room = of_first_process((self._writer.failed, self._writer.made_room), name)
-            if fault is None or not has_room or not again:
-                break
+        name = "hvd_ckpt.snapshots.written"
+        fault: str | None
+        fault, has_room = of_first_process((self._writer.failed, self._writer.made_room), name)
+        if fault is not None and has_room:
             self._writer.again()
             self._writer.wait()
+            fault = of_first_process(self._writer.failed, name)
         return fault
 
     def close(self) -> None:
@@ -340,17 +340,14 @@ class Snapshots:
         if self._writer is not None:
             self._writer.before_update()
 
-    def hold(self, lock: FolderLock | None) -> None:
-        """Takes over the lock of the folder, which the command has acquired on the first process before it wrote there."""
-        self._lock = lock
-
     def load(self, snapshot: Snapshot, options: bool = False) -> bool:
         """Loads everything except weights and further state. Returns whether this includes this rank's own state.
 
         Args:
             options: see :func:`.loading.load_optimizer`.
         """
-        self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
+        there = list_snapshots(self.folder / "snapshots")
+        self._abandoned = [path for path in there if step_of(path) > snapshot.manifest.step]
         return self._training.load(snapshot, options)
 
     def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
@@ -362,8 +359,9 @@ class Snapshots:
         self._step = step
         replicated = {**self._training.replicas(), **replicated}
         with errors_on_all("Snapshots: save"):
-            if self._lock is not None:
-                self._lock.check()
+            if self.lock is not None:
+                self.lock.check()
+            self._writer.wait()
             try:
                 state = self._training.saved(replicated, per_rank)
             except Wrong as error:
@@ -388,9 +386,10 @@ class Snapshots:
         """
         if self._loader is None or self._same_loader:
             return snapshot.replicated["loader"]
-        if snapshot.ranks != current().size:
+        manifest = snapshot.manifest
+        if manifest.ranks != current().size:
             raise SnapshotError(
-                f"The snapshot of step {snapshot.step} has a {type(self._loader).__name__}'s position on each of {snapshot.ranks} "
+                f"The snapshot of step {manifest.step} has a {type(self._loader).__name__}'s position on each of {manifest.ranks} "
                 f"ranks, and there are {current().size}: resume with as many, or give an hc.data.DistributedSampler as loader"
             )
         return snapshot.per_rank["loader"]
@@ -412,7 +411,7 @@ class Snapshots:
                 blocking=self._blocking,
                 on_written=self._on_written,
             )
-            opened.callback(self._forget_writer)
+            opened.callback(setattr, self, "_writer", None)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
             changing: list[Any] = [self._optimizer] if self._optimizer.is_local else []
@@ -421,11 +420,11 @@ class Snapshots:
             self._opened = opened.pop_all()
 
     def _on_written(self, path: Path, warn: Warn) -> None:
-        remove_abandoned(self._abandoned, path, warn)
+        # Later ones than that from which the run has resumed. Whenever the process is killed, the newest snapshot is the last of
+        # the run before, or the new one, which may have the place of one of them. It is never one between.
+        remove((abandoned for abandoned in self._abandoned if abandoned != path), warn)
+        self._abandoned = []
         self.written.append(path)
-
-    def _forget_writer(self) -> None:
-        self._writer = None
 
     def _lock_folder(self) -> None:
         """Acquires the lock of the folder, the first time. A program that only reads has none. Collective."""
@@ -433,20 +432,16 @@ class Snapshots:
             return
         with errors_on_all("Snapshots: lock"):
             if current().number == 0:
-                lock = self._lock or FolderLock(self.folder)
+                lock = self.lock or FolderLock(self.folder)
                 if self._found is not None and set(list_snapshots(self.folder / "snapshots")) - self._found:
                     lock.release()
                     raise SnapshotError(
                         f"Another run has written snapshots into '{self.folder}' since resume(): resume again, or give another one."
                     )
-                self._lock = lock
+                self.lock = lock
         self._locked = True
 
     def _release_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-        self._lock, self._locked, self._found = None, False, None
-
-
-def _warn(text: str) -> None:
-    run_warnings.warn(text)
+        if self.lock is not None:
+            self.lock.release()
+        self.lock, self._locked, self._found = None, False, None

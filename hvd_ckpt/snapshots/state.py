@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
-import torch
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import rank_file
-from hvd_ckpt.utils.schema import Wrong, first_error, shown
+from hvd_ckpt.utils.schema import Wrong, first_error
 from hvd_ckpt.utils.states import NUMBER, Count, Positive, State
 
 
@@ -105,21 +102,19 @@ class LoopRankState(PerRankState):
     loader: dict[str, Any] | None
 
 
+S = TypeVar("S", bound=State)
 R = TypeVar("R", bound=ReplicatedState)
 
 
 def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
-    with _schema("replicated"):
-        checked = replicated.model_validate(snapshot.replicated)
-    if snapshot.number is not None:
-        with _schema("per_rank"):
-            of_rank = per_rank.model_validate(snapshot.per_rank)
+    checked = _validated(replicated, snapshot.replicated, "replicated")
+    if snapshot.has_own:
+        of_rank = _validated(per_rank, snapshot.per_rank, "per_rank")
         gradients, learned = parts_of(of_rank.reduction)
-        with _schema("per_rank.reduction"):
-            GradientsState.model_validate(gradients)
-            if learned and snapshot.layout.stage < 2:
-                ReducerState.model_validate(learned)
+        _validated(GradientsState, gradients, "per_rank.reduction")
+        if learned and snapshot.manifest.layout.stage < 2:
+            _validated(ReducerState, learned, "per_rank.reduction")
     return checked
 
 
@@ -131,27 +126,11 @@ class _OfRank(State):
 
 def optimizer_of(snapshot: Snapshot, rank: int) -> OptimizerValues | None:
     """The plain values of the optimizer in a rank's file, which may be another rank's. Raises Wrong unless they have the schema."""
-    with _schema(rank_file(rank)):
-        return _OfRank.model_validate(snapshot.state(rank_file(rank))).optimizer
+    return _validated(_OfRank, snapshot.state(rank_file(rank)), rank_file(rank)).optimizer
 
 
-@contextmanager
-def _schema(place: str) -> Iterator[None]:
+def _validated(schema: type[S], value: Any, place: str) -> S:
     try:
-        yield
+        return schema.model_validate(value)
     except ValidationError as error:
         raise Wrong(f"{place}: {first_error(error)}") from None
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class of an optimizer, as it was before it was distributed."""
-    kind: type = getattr(optimizer, "wrapped_class", type(optimizer))
-    return kind
-
-
-def check_kinds(snapshot: Snapshot, here: Mapping[str, str | None]) -> None:
-    """Raises Wrong where optimizer or scheduler are of another class than those of the snapshot."""
-    for what, there in snapshot.replicated.get("kinds", {}).items():
-        own = here.get(what)
-        if own is not None and there is not None and own != there:
-            raise Wrong(f"its {what} is {shown(there)}, and the {what} here is {shown(own)}")

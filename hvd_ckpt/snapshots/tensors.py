@@ -31,6 +31,7 @@ from hvd_ckpt.utils.torch_private import foreach_copy_
 CHUNK = 1 << 20  # bytes hashed while they are in the CPU's cache
 MAPPED_BYTES = 8 << 20
 MAX_DEPTH = 100
+MAX_NAMED = 30  # steps of the place of a fault that a message names
 MAX_INT_BITS = 2000  # the unpickler that executes nothing reads no larger ones
 _KEYS = "a text, an integer, a float, a bool, None, or a tuple of these"
 _PLAIN = (type(None), bool, float, str)
@@ -40,82 +41,88 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # ------------------------------------------------------------------------------------ state dicts
 
 
-def map_tensors(value: Any, place: str, function: Callable[[Tensor, str], Tensor]) -> Any:
-    """A copy of a state dict, with each tensor replaced by what ``function(tensor, place)`` returns.
+def map_tensors(value: Any, place: str, function: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a state dict, with each tensor replaced by what ``function(tensor)`` returns.
 
     NumPy scalars become Python's, and an OrderedDict or Counter a dict, as none loads without its library's classes.
 
     Args:
         place: what error messages call the value.
+        function: may raise Wrong, with a text that follows on the tensor's place.
 
     Raises:
         Wrong: it contains something else, or is nested more than 100 deep.
     """
-    return _Mapping(function).map(value, place, 0)
+    try:
+        return _mapped(value, function, 0, {})
+    except Wrong as error:
+        raise Wrong(f"{place}{error}") from None
 
 
-class _Mapping:
-    """A class and not a recursive closure, which would keep the state alive until garbage is collected."""
-
-    def __init__(self, function: Callable[[Tensor, str], Tensor]) -> None:
-        self._function = function
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def map(self, value: Any, place: str, depth: int) -> Any:
-        if isinstance(value, Tensor):
-            return self._function(value, place)
-        if isinstance(value, np.generic):
-            value = value.item()
-        kind = type(value)
-        if _is_plain(value):
-            return value
-        if kind is int:
-            raise Wrong(f"{place} has {value.bit_length()} bits: store integers of at most {MAX_INT_BITS}")
-        if depth == MAX_DEPTH:
-            raise Wrong(
-                f"{place[:100]}... is nested more than {MAX_DEPTH} deep, or within itself: store it flat"
-            )
-        if id(value) not in self._done:  # with the value, or its number could become another one's
-            self._done[id(value)] = value, self._container(value, place, depth)
-        return self._done[id(value)][1]
-
-    def _container(self, value: Any, place: str, depth: int) -> Any:
-        kind = type(value)
-        if kind in (dict, OrderedDict, Counter):
-            for key in value:
-                if not _is_key(key):
-                    raise Wrong(
-                        f"{place} has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
-                    )
-            return {
-                key: item if _is_plain(item) else self.map(item, _entry(place, key), depth + 1)
-                for key, item in value.items()
-            }
-        if kind in (list, tuple):
-            return kind(
-                [
-                    item if _is_plain(item) else self.map(item, f"{place}[{number}]", depth + 1)
-                    for number, item in enumerate(value)
-                ]
-            )
+def _mapped(
+    value: Any, function: Callable[[Tensor], Tensor], depth: int, copied: dict[int, tuple[Any, Any]]
+) -> Any:
+    """As :func:`map_tensors`; ``copied`` has containers with their copies."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    if _is_plain(value):
+        return value
+    if kind is int:
+        raise Wrong(f" has {value.bit_length()} bits: store integers of at most {MAX_INT_BITS}")
+    if depth == MAX_DEPTH:
+        raise Wrong(f"... is nested more than {MAX_DEPTH} deep, or within itself: store it flat")
+    if id(value) in copied:
+        return copied[id(value)][1]
+    if kind in (dict, OrderedDict, Counter):
+        for key in value:
+            if not _is_key(key):
+                raise Wrong(
+                    f" has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
+                )
+        items = value.items()
+    elif kind in (list, tuple):
+        items = enumerate(value)
+    else:
         way_out = "a tensor" if kind is np.ndarray else "numbers, texts, lists, dicts or tensors"
         raise Wrong(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}, which snapshots do not hold: store {way_out}"
+            f" is a {kind.__module__}.{kind.__qualname__}, which snapshots do not hold: store {way_out}"
         )
+    result: Any = dict(items)
+    for key, item in result.items():
+        if not _is_plain(item):
+            try:
+                result[key] = _mapped(item, function, depth + 1, copied)
+            except Wrong as error:
+                step = f"[{key}]" if kind in (list, tuple) else _entry(key)
+                raise Wrong(f"{step if depth < MAX_NAMED else ''}{error}") from None
+    result = result if kind not in (list, tuple) else kind(result.values())
+    copied[id(value)] = value, result  # with the value, or its number could become another one's
+    return result
 
 
-def check_tensor(tensor: Any, place: str) -> None:
-    """Raises Wrong unless it is a plain tensor with values."""
-    if not isinstance(tensor, Tensor):
-        raise Wrong(f"{place} is a {type(tensor).__name__}, not a tensor: store it as replicated state")
+def is_stored(value: Any) -> bool:
+    """Whether a value is a tensor as snapshots hold them: plain, dense, and with values."""
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_nested or value.is_meta)
+    )
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The tensor. For :func:`map_tensors`: raises Wrong unless snapshots hold such tensors."""
+    if is_stored(tensor):
+        return tensor
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise Wrong(
-            f"{place} is a {type(tensor).__name__}, and snapshots hold plain tensors: store the plain tensor in it"
+            f" is a {type(tensor).__name__}, and snapshots hold plain tensors: store the plain tensor in it"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise Wrong(f"{place} is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts")
     if tensor.is_meta:
-        raise Wrong(f"{place} is on the device 'meta', where tensors have no values: store one that has")
+        raise Wrong(" is on the device 'meta', where tensors have no values: store one that has")
+    raise Wrong(" is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts")
 
 
 def _is_plain(value: Any) -> bool:
@@ -129,36 +136,45 @@ def _is_key(key: Any) -> bool:
     return key is None or type(key) in (str, int, float, bool)
 
 
-def _entry(place: str, key: Any) -> str:
+def _entry(key: Any) -> str:
     plain = (
         isinstance(key, str) and 0 < len(key) < 60 and key.replace(".", "_").replace("-", "_").isidentifier()
     )
-    return f"{place}.{key}" if plain else f"{place}[{ascii(key)[:60]}]"
+    return f".{key}" if plain else f"[{ascii(key)[:60]}]"
 
 
 # ------------------------------------------------------------------------------------ copies in host memory
 
 
 class Staging:
-    """Host memory for the copies of one snapshot, used again for the next: getting fresh pages costs more than the copying.
+    """Copies of one snapshot's tensors in host memory, some made at once, the others by a thread while their tensors do not change.
 
-    Copies of CUDA tensors are in pinned memory.
+    The memory is used again for the next snapshot: getting fresh pages costs more than the copying. Copies of CUDA tensors are in
+    pinned memory. Those that are made at once use the current stream, which changes nothing before they are complete. The others
+    use a separate stream, concurrently with training.
     """
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
         self._layouts: list[Any] = []
-        self._used = 0
+        self.restart()
 
     def restart(self) -> None:
         """Begins the next snapshot: the copies handed out so far are used again."""
         self._used = 0
+        self._now: list[tuple[Tensor, Tensor]] = []
+        self._later: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
+        self._ready: dict[torch.device, torch.cuda.Event] = {}
 
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """A tensor on the CPU, with the same strides, that can take the values of this one.
+    def copy_of(self, tensor: Tensor, at_once: bool = False) -> Tensor:
+        """A tensor on the CPU, with the same strides, that gets the values of this one.
+
+        Args:
+            at_once: in :meth:`start`, after which the tensor may change, and not in :meth:`run`.
 
         Raises:
-            Wrong: there is no memory for it.
+            Wrong: there is no memory for it; as of functions for :func:`map_tensors`.
         """
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
         # A run's snapshots have the same state in the same order. From the first tensor that differs on, copies are made anew.
@@ -171,55 +187,42 @@ class Staging:
                         tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False
                     )
             except RuntimeError as error:
-                size, reason = tensor.numel() * tensor.itemsize >> 20, str(error).splitlines()[0][:200]
+                size, reason = tensor.nbytes >> 20, str(error).splitlines()[0][:200]
                 raise Wrong(
-                    f"there is no memory for a copy of {size} MiB of state ({reason}): let snapshots be blocking"
+                    f": there is no memory for a copy of its {size} MiB ({reason}): let snapshots be blocking"
                 ) from None
             self._copies.append(copy)
             self._layouts.append(layout)
         self._used += 1
-        return self._copies[self._used - 1]
+        copy = self._copies[self._used - 1]
+        (self._now if at_once else self._later).append((tensor, copy))
+        return copy
 
-    def free(self) -> None:
-        """Gives the memory back once no copy is used any more."""
-        self._copies, self._layouts, self._used = [], [], 0
-
-
-class AsyncCopy:
-    """Copies of tensors, some made at once, the others by a thread while their tensors do not change.
-
-    Copies from a CUDA device that are made at once use its current stream, which changes nothing before they are complete. The
-    others use a separate stream, concurrently with training.
-
-    Args:
-        now: pairs of tensor and copy; the tensors may change when this returns.
-        later: pairs of tensor and copy; the tensors stay as they are until :meth:`run` has returned.
-    """
-
-    def __init__(self, now: Sequence[tuple[Tensor, Tensor]], later: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._later = list(later)
-        self._versions = _versions(later)
-        _copy(now)
-        devices = {source.device for source, _ in (*now, *later) if source.is_cuda}
+    def start(self) -> None:
+        """Makes the copies that are made at once. The other tensors must stay as they are until :meth:`run` has returned."""
+        self._versions = _versions(self._later)
+        _copy(self._now)
+        devices = {source.device for source, _ in (*self._now, *self._later) if source.is_cuda}
         # Behind the last update in the stream: the thread's stream waits for it before it reads the tensors.
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def run(self) -> None:
-        """Copies, and drops the tensors; all copies are complete when this returns.
+        """Makes the other copies, and drops the tensors; all copies are complete when this returns.
 
         Raises:
             Wrong: a tensor was changed meanwhile.
         """
-        later, self._later = self._later, []
-        streams = [torch.cuda.Stream(device) for device in self._ready]  # type: ignore[no-untyped-call]
-        for stream, ready in zip(streams, self._ready.values()):
+        later, versions, ready_on = self._later, self._versions, self._ready
+        self.restart()
+        streams = [torch.cuda.Stream(device) for device in ready_on]  # type: ignore[no-untyped-call]
+        for stream, ready in zip(streams, ready_on.values()):
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 _copy([pair for pair in later if pair[0].device == stream.device])
         _copy([pair for pair in later if not pair[0].is_cuda])
         for stream in streams:
             stream.synchronize()
-        if _versions(later) != self._versions:
+        if _versions(later) != versions:
             raise Wrong(
                 "weights or optimizer state were changed while they were copied: call before_update() of the Snapshots before you "
                 "change them, or let snapshots be blocking"
@@ -248,7 +251,7 @@ def save_state(path: Path, state: Any) -> FileEntry:
     """
     content = io.BytesIO()
     # What torch.save writes of a tensor is all memory that it is a view of.
-    torch.save(map_tensors(state, "state", lambda tensor, _: _alone(tensor)), content)
+    torch.save(map_tensors(state, "state", _alone), content)
     return save_bytes(path, content.getbuffer())
 
 
@@ -336,14 +339,12 @@ def load_state(path: Path) -> Any:
         reason = " ".join(str(error).split())[:100]
         raise Wrong(f"it is not a state dict ({type(error).__name__}: {reason}): {DAMAGED}") from None
 
-    def checked(tensor: Tensor, place: str) -> Tensor:
-        check_tensor(tensor, place)
+    def checked(tensor: Tensor) -> Tensor:
         # A file may say that a tensor reaches beyond its storage, or that the storage is larger than the file is.
-        storage = tensor.untyped_storage().nbytes()
+        storage = stored(tensor).untyped_storage().nbytes()
         if tensor.numel() * tensor.itemsize > storage or storage > size:
-            raise Wrong(f"{place} has more elements than the file has room for")
-        _check_bool(tensor, place)
-        return tensor.detach()
+            raise Wrong(" has more elements than the file has room for")
+        return _with_bools(tensor).detach()
 
     try:
         return map_tensors(state, "it", checked)
@@ -394,8 +395,8 @@ class TensorFile:
         values: Tensor = self._file.get_tensor(name)
         values = values if start is None else values[start:stop]
         self._read += values.nbytes
-        _check_bool(values, _entry("it", name))
-        return values
+        checked: Tensor = map_tensors(values, f"it{_entry(name)}", _with_bools)
+        return checked
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -408,6 +409,8 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
-def _check_bool(tensor: Tensor, place: str) -> None:
+def _with_bools(tensor: Tensor) -> Tensor:
+    """The tensor. Raises Wrong if it has other bools than true and false."""
     if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-        raise Wrong(f"{place} has bools that are neither true nor false: {DAMAGED}")
+        raise Wrong(f" has bools that are neither true nor false: {DAMAGED}")
+    return tensor

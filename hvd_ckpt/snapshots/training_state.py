@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import horovod.torch as hvd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import load, numbered, ranges_of
+from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import buffers_kind, check_fits
-from hvd_ckpt.snapshots.loading import load_average, load_optimizer, naming_snapshot, reading_weights
-from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.period import apart_state, own_copy
+from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
+from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.model import ModelTensors, Part, identity_of, options_of
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
-from hvd_ckpt.snapshots.ranges import Elements
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import Layout, TensorMetadata, libraries
-from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_kinds, check_state
+from hvd_ckpt.snapshots.schema import Layout, Range, libraries
+from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_state
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.own_state import extra_states, set_extra_states
-from hvd_ckpt.utils.schema import Wrong
+from hvd_ckpt.utils.schema import Wrong, shown
+from hvd_ckpt.utils.torch_private import pytree
 
 
+@dataclass
 class TrainingState:
     """What a loop trains, and what of it does not depend on the loop.
 
@@ -37,23 +41,26 @@ class TrainingState:
         kinds: the names of the classes of optimizer and scheduler.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        scaler: GradScaler | None,
-        average: AveragedWeights | None,
-        kinds: Mapping[str, str | None],
-    ) -> None:
-        self._model, self._optimizer, self._scaler, self._average = model, optimizer, scaler, average
-        self._kinds = dict(kinds)
-        self._names: ModelTensors | None = None  # of the last save
+    model: nn.Module
+    optimizer: Any
+    scaler: GradScaler | None
+    average: AveragedWeights | None
+    kinds: Mapping[str, str | None]
+    _listed: ModelTensors | None = field(default=None, init=False)
+
+    @property
+    def tensors(self) -> ModelTensors:
+        """Those of model and optimizer. They are listed anew only where they have changed, since listing takes longer than copying
+        the small ones."""
+        if self._listed is None or self._listed.identity != identity_of(self.model, self.optimizer):
+            self._listed = ModelTensors(self.model, self.optimizer)
+        return self._listed
 
     # -------------------------------------------------------------------------------- saving
 
     def replicas(self) -> dict[str, Any]:
         """The state of logical replicas, which is replicated. Collective: ranks gather their buffers."""
-        replicas = self._optimizer.replicas
+        replicas = self.optimizer.replicas
         if replicas is None:
             return {"replicas": None}
         replicas.average_buffers()  # for the weights
@@ -71,23 +78,23 @@ class TrainingState:
         Raises:
             Wrong: no run could resume from the state of the optimizer.
         """
-        optimizer, grid = self._optimizer, current()
-        names = self._names = self._names.renewed() if self._names else ModelTensors(self._model, optimizer)
-        extra = copy.deepcopy(extra_states(self._model))
-        ranges, values = names.saved(self._average, extra, alone)
-        scaler = None if self._scaler is None else self._scaler.state_dict()
+        optimizer, grid = self.optimizer, current()
+        names, extra = self.tensors, copy.deepcopy(extra_states(self.model))
+        ranges, values = names.saved(self.average, extra, alone)
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        apart = None
+        if optimizer.is_local:
+            averages = {} if optimizer.averaging is None else optimizer.averaging.state_dict()
+            apart = {"scaler": scaler, "elements": _elements_of(optimizer), "averages": averages}
         return SavedState(
             replicated={
-                "kinds": self._kinds,
+                "kinds": dict(self.kinds),
                 "groups": names.groups(),
-                "options": [
-                    {name: value for name, value in group.items() if name not in ("params", "param_names")}
-                    for group in optimizer.param_groups
-                ],
-                "ema": None if self._average is None else {"n_averaged": self._average.n_averaged},
+                "options": options_of(optimizer.param_groups),
+                "ema": None if self.average is None else {"n_averaged": self.average.n_averaged},
                 "scaler": scaler,
                 "threads": torch.get_num_threads(),
-                "device": next(self._model.parameters()).device.type,
+                "device": next(self.model.parameters()).device.type,
                 "extra": extra,
                 "mid_period": optimizer.is_local and not optimizer.in_sync,
                 **replicated,
@@ -96,7 +103,7 @@ class TrainingState:
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
                 "extra": extra,
-                "local": apart_state(optimizer, scaler),
+                "local": apart,
                 **values,
                 **per_rank,
             },
@@ -114,91 +121,192 @@ class TrainingState:
 
     def check(self, snapshot: Snapshot) -> None:
         """Raises SnapshotError unless the snapshot is of a loop with this model and optimizer; nothing is changed."""
-        with naming_snapshot(snapshot):
-            check_state(snapshot, LoopState, LoopRankState)
-            check_kinds(snapshot, self._kinds)
-            check_fits(snapshot, self._model, self._optimizer)
-            if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
+        with snapshot.comparing():
+            there = check_state(snapshot, LoopState, LoopRankState)
+            for what, kind in there.kinds.items():
+                own = self.kinds.get(what)
+                if own is not None and kind is not None and own != kind:
+                    raise Wrong(f"its {what} is {shown(kind)}, and the {what} here is {shown(own)}")
+            if (there.replicas is None) != (self.optimizer.replicas is None):
                 raise Wrong("only one of it and the optimizer has logical replicas")
+        check_fits(snapshot, self.model, self.optimizer)
 
     def load_weights(self, snapshot: Snapshot, whose: str = "") -> None:
         """Loads weights and buffers. Collective.
 
         Args:
-            whose: see :func:`.loading.reading_weights`.
+            whose: as of :attr:`.ModelTensors.copy`.
         """
         # Files are read before anything is changed, so an error leaves the model as it was.
         with errors_on_all("Snapshots: weights"):
-            load = reading_weights(snapshot, self._model, self._optimizer, whose)
-        load()
+            copy_all = self.tensors.reading(snapshot, whose)
+        copy_all()
 
     def load(self, snapshot: Snapshot, options: bool) -> bool:
         """Loads everything except weights. Returns whether this includes this rank's own state. Collective.
 
         Args:
-            options: see :func:`.loading.load_optimizer`.
+            options: whether the optimizer's groups get the options of the snapshot, such as the learning rate, or keep theirs.
         """
-        optimizer = self._optimizer
-        whose, apart = own_copy(snapshot, optimizer)
+        optimizer, replicated = self.optimizer, snapshot.replicated
+        # Any number of ranks can load the weights of rank 0. A period continues only on the ranks and with the settings that it
+        # began with, each rank or group of ranks with the copy of the weights that it has saved.
+        apart, whose = self._apart_in(snapshot), ""
         if apart is not None:  # on all ranks alike
+            whose = self.tensors.copy
             self.load_weights(snapshot, whose)
-        names = ModelTensors(self._model, optimizer)
-        load_optimizer(snapshot, names, optimizer, options, whose)
+        names = self.tensors
+        self._load_optimizer(snapshot, options, whose)
         # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
-        if names.layout is not None and optimizer.shard_stage < 3:
-            store = optimizer.sharding.store
-            if store.is_lossy:
-                store.shards_changed([group for group in names.layout.groups if group.requires_grad])
-        if self._average is not None:
-            load_average(self._average, snapshot, names)
+        if names.layout is not None and optimizer.shard_stage < 3 and optimizer.sharding.store.is_lossy:
+            trained = [group for group in names.layout.groups if group.requires_grad]
+            optimizer.sharding.store.shards_changed(trained)
+        if self.average is not None and replicated["ema"] is not None:
+            self._load_average(snapshot, self.average)
+        same_ranks: bool = snapshot.manifest.replicas == current().replicas and snapshot.per_rank is not None
         with errors_on_all("Snapshots: resume"):
-            of_rank = self._load_plain(snapshot, apart)
+            scale = replicated["scaler"] if apart is None else apart["scaler"] or replicated["scaler"]
+            if self.scaler is not None and scale is not None:
+                self.scaler.load_state_dict(scale)
+            set_extra_states(self.model, replicated.get("extra", {}))
+            if current().number == 0 and (same_ranks or optimizer.replicas is not None):
+                _warn_of_changes(snapshot, next(self.model.parameters()).device.type)
+            # As many ranks as before: this rank has a random state and counts of its own to resume with. Other numbers of ranks
+            # draw anew, and learn again when gradients are final.
+            if same_ranks:
+                self._load_own(snapshot)
+            if optimizer.replicas is not None:
+                optimizer.replicas.load_state_dict(replicated["replicas"])
         if optimizer.is_local:
             optimizer.load_averages(None if apart is None else apart["averages"])
-        return of_rank
-
-    def _load_plain(self, snapshot: Snapshot, apart: Mapping[str, Any] | None) -> bool:
-        replicated, optimizer = snapshot.replicated, self._optimizer
-        scale = replicated["scaler"] if apart is None else apart["scaler"] or replicated["scaler"]
-        if self._scaler is not None and scale is not None:
-            self._scaler.load_state_dict(scale)
-        set_extra_states(self._model, replicated.get("extra", {}))
-        same_ranks: bool = snapshot.replicas == current().replicas and snapshot.per_rank is not None
-        if current().number == 0 and (same_ranks or optimizer.replicas is not None):
-            _warn_of_changes(snapshot, next(self._model.parameters()).device.type)
-        # As many ranks as before: this rank has a random state and counts
-        # of its own to resume with. Other numbers of ranks draw anew.
-        if same_ranks:
-            self._load_own(snapshot)
-        if optimizer.replicas is not None:
-            optimizer.replicas.load_state_dict(replicated["replicas"])
         return same_ranks
 
-    def _load_own(self, snapshot: Snapshot) -> None:
-        """Loads this rank's own state. Without it a rank draws new random states, and learns again when gradients are final.
+    def _load_optimizer(self, snapshot: Snapshot, options: bool, whose: str) -> None:
+        """Loads the optimizer's state. Collective."""
+        names, optimizer = self.tensors, self.optimizer
+        is_sharded = names.layout is not None
+        with errors_on_all("Snapshots: parts"), snapshot.comparing():
+            values = optimizer_values(snapshot, {part.name for part in names.parts}, whose)
+            wanted: list[tuple[dict[Any, Any], Any, str, Part]] = []
+            state: dict[Any, Any] = {}
+            masters: dict[int, Tensor] = {}
+            for number, part in enumerate(names.parts):
+                if part.start == part.stop and part.spec is None:
+                    continue
+                entries = dict(values["state"][part.name])
+                if entries:
+                    state[number] = entries
+                wanted += [(entries, key, f"optimizer.{key}{whose}", part) for key in entries]
+                if is_sharded and optimizer.pieces[number].has_master:
+                    wanted.append((masters, number, f"master_weights{whose}", part))
+            wanted = [one for one in wanted if f"{one[2]}/{one[3].name}" in snapshot.manifest.tensors]
+            ranges = [names.range_of(kind, part) for *_, kind, part in wanted]
+            for (place, key, _, part), flat in zip(wanted, snapshot.read(ranges, copied=True)):
+                place[key] = part.shaped(flat)
+            of_groups = snapshot.replicated["options"] if options else options_of(optimizer.param_groups)
+            loaded: dict[str, Any] = {
+                "state": {**state, **values["others"]},
+                "param_groups": numbered(of_groups, stepped_parameters(optimizer)),
+                **values["more"],
+            }
+            for group, own in zip(loaded["param_groups"], optimizer.param_groups):
+                if "param_names" in own:
+                    group["param_names"] = own["param_names"]
+            if masters:
+                loaded["master_weights"] = masters
+        if is_sharded:
+            load(optimizer, lambda: loaded)
+            if optimizer.reducer is not None:
+                optimizer.note_state_loaded()
+        else:
+            saved = {number: dict(entries) for number, entries in state.items()}
+            optimizer.load_state_dict(loaded)
+            self._restore_types(snapshot, saved)
 
-        Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns
-        again if there were other stages.
+    def _restore_types(self, snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Gives state of whole parameters the types that it was saved with: PyTorch has made those of the parameters of them.
+
+        Of parameters that had another type themselves it stays, as the run resumes in another precision.
         """
-        kind, grid, layout = buffers_kind(snapshot), current(), snapshot.layout
-        buffers = [
-            (f"{kind}/{name}", buffer)
-            for name, buffer in self._model.named_buffers()
-            if f"{kind}/{name}" in snapshot.tensors
-        ]
-        wanted = [
-            Elements(name, 0, buffer.numel(), TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer)))
-            for name, buffer in buffers
-        ]
-        with naming_snapshot(snapshot), torch.no_grad():
-            for (_, buffer), elements, flat in zip(buffers, wanted, snapshot.read(wanted)):
-                buffer.copy_(elements.whole.unflatten(flat))
-        own = snapshot.per_rank
-        set_extra_states(self._model, own.get("extra", {}))
+
+        def restored(saved: Any, loaded: Any) -> Any:
+            is_cast = isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype
+            return saved.to(loaded.device) if is_cast and loaded.shape == saved.shape else loaded
+
+        for number, part in enumerate(self.tensors.parts):
+            weight = snapshot.manifest.tensors.get(f"weights/{part.name}")
+            if number in saved and weight is not None and weight.torch_dtype == part.tensor.dtype:
+                entries = self.optimizer.state.get(part.tensor, {})
+                for key, value in saved[number].items():
+                    if key != "step" and key in entries:  # PyTorch decides the type and place of this one
+                        with suppress(ValueError):  # a class of one's own has loaded another structure
+                            entries[key] = pytree.tree_map(restored, value, entries[key])
+
+    def _load_average(self, snapshot: Snapshot, average: AveragedWeights) -> None:
+        """Loads the average of a snapshot; without one it begins anew, with the next update. Collective."""
+        state = average.state_dict()
+        with errors_on_all("Snapshots: average"), snapshot.comparing():
+            # A parameter that was not trained may have no average.
+            found = {
+                number: part
+                for number, part in enumerate(self.tensors.parts)
+                if part.tensor.requires_grad or f"average/{part.name}" in snapshot.manifest.tensors
+            }
+            values = snapshot.read([self.tensors.range_of("average", part) for part in found.values()])
+            state["averages"].update(zip(found, values))
+        average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]["n_averaged"]})
+
+    def _load_own(self, snapshot: Snapshot) -> None:
+        """Loads this rank's own state. Its random state is the same on all pipeline stages. The reducer learns again if there were
+        other stages."""
+        grid, layout, own = current(), snapshot.manifest.layout, snapshot.per_rank
+        buffers = {f"{snapshot.own_buffers}/{name}": buffer for name, buffer in self.model.named_buffers()}
+        wanted = [Range.of(name, one) for name, one in buffers.items() if name in snapshot.manifest.tensors]
+        with snapshot.comparing(), torch.no_grad():
+            for each, flat in zip(wanted, snapshot.read(wanted)):
+                buffers[each.name].copy_(each.whole.unflatten(flat))
+        set_extra_states(self.model, own.get("extra", {}))
         same = (layout.stage, layout.pipeline_stages, layout.tensor)
-        if same == (self._optimizer.shard_stage, grid.stages, grid.tensor):
-            self._optimizer.load_reduction_state_dict(own["reduction"])
+        if same == (self.optimizer.shard_stage, grid.stages, grid.tensor):
+            self.optimizer.load_reduction_state_dict(own["reduction"])
         set_random_state(own["random"])
+
+    def _apart_in(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        """The state of this rank between averages of local SGD; None if a new period begins. Collective.
+
+        Raises:
+            SnapshotError: it lies within a period, and the optimizer is not one of the same period and ranks; or it is damaged. On
+                every rank.
+        """
+        optimizer, same = self.optimizer, snapshot.manifest.replicas == hvd.size()
+        own = snapshot.per_rank["local"] if snapshot.per_rank and same else None
+        fault: str | None = None
+        with errors_on_all("Snapshots: period"):
+            if not optimizer.is_local:
+                fault = "the optimizer is not one of LocalSGD"
+            elif own is None:
+                fault = f"there are {hvd.size()} ranks, and it has the weights of {snapshot.manifest.ranks}"
+            elif own["elements"] != _elements_of(optimizer):
+                fault = "its ranks have other shards of the weights"
+            else:
+                try:
+                    optimizer.averaging.check(own["averages"])
+                except ValueError as error:
+                    fault = str(error)
+            # At the end of a period, all ranks have the same weights, so any ranks may begin a new one.
+            if fault is not None and snapshot.replicated["mid_period"]:
+                raise SnapshotError(
+                    f"The snapshot of step {snapshot.manifest.step} lies within a period of local SGD, where ranks have weights of "
+                    f"their own: {fault}; give the same ranks and settings, or resume from a period's end (one fragment, no delay)."
+                )
+        if fault is not None and optimizer.is_local and hvd.rank() == 0:
+            run_warnings.warn("A new period of local SGD begins; outer momentum, if any, is zero.")
+        return own if fault is None else None
+
+
+def _elements_of(optimizer: Any) -> list[tuple[str, int, int]]:
+    """This rank's elements of the parameters."""
+    return sorted((elements.name, elements.start, elements.stop) for elements in ranges_of(optimizer))
 
 
 def _warn_of_changes(snapshot: Snapshot, device: str) -> None:

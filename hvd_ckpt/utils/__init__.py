@@ -16,6 +16,7 @@ Tensors and passes:
     memory, measure   peaks in exact bytes, and runs for measurements
     frames            which checkpointed region runs on this thread
     fingerprint       64 bits by which tensors are compared
+    random_sources    generators and their states
     cuts              slices of a parameter that a part has
     unmaterialized    parameters without values
     own_state         state of modules that each rank has of its own

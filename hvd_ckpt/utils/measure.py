@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hvd_ckpt.utils.random_sources import GENERATORS, global_sources, source_of
 from hvd_ckpt.utils.torch_private import TorchDispatchMode, identity_of
 
 _thread = threading.local()
@@ -72,8 +71,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as restored, silent(), torch.random.fork_rng(devices=devices):
-        restored.callback(random.setstate, random.getstate())
-        restored.callback(np.random.set_state, np.random.get_state())
+        for source in global_sources():
+            restored.callback(source.restore)
         for module in model.modules():
             restored.callback(_restoring(module))
             for name in _written.get(module, ()):
@@ -219,14 +218,8 @@ def _restoring_contents(value: Any) -> Callable[[], None]:
                     value.detach().copy_(copy)
 
         return put_back
-    if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())  # type: ignore[return-value]
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, GENERATORS):
+        return source_of(value).restore
     if type(value) is list:
         return functools.partial(value.__setitem__, slice(None), list(value))
     if type(value) in (dict, set):

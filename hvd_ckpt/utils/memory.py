@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
@@ -69,14 +70,27 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
 
 
 def bytes_since(before: dict[int, torch.UntypedStorage], device: str = "cpu") -> int:
-    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile. What lies in
-    mapped files does not count."""
+    """Bytes of :func:`memory_since`."""
+    return bytes_alive(memory_since(before, device))
+
+
+def memory_since(
+    before: dict[int, torch.UntypedStorage], device: str = "cpu"
+) -> list[tuple[StorageWeakRef, int]]:
+    """The memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile, and its bytes. What lies
+    in mapped files does not count."""
     files = mapped_files()
-    return sum(
-        memory.nbytes()
+    return [
+        (StorageWeakRef(memory), memory.nbytes())  # type: ignore[no-untyped-call]
         for address, memory in memory_of_tensors(device).items()
         if address not in before and not any(address in file for file in files)
-    )
+    ]
+
+
+def bytes_alive(memory: Iterable[tuple[StorageWeakRef, int]]) -> int:
+    """Bytes of what has not been freed of this memory."""
+    alive: list[int] = [nbytes for storage, nbytes in memory if not storage.expired()]  # type: ignore[no-untyped-call]
+    return sum(alive)
 
 
 def mapped_files() -> list[range]:
@@ -126,7 +140,7 @@ class Mark:
 
 
 class Marks:
-    """Peaks of the parts of a piece of work; see :func:`recording_marks`.
+    """Peaks of the parts of a piece of work, which :func:`recording_marks` records.
 
     Attributes:
         marks: the marks in order, once the recording has ended.
@@ -154,25 +168,25 @@ class Marks:
         with torch.profiler.record_function(f"{MARK}{len(self._names) - 1}"):
             pass
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context in which the marks are recorded."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._start = torch.cuda.memory_allocated(self._device)
-            yield
-            return
-        with _profiling() as profiler:
-            yield
-        self._read(profiler)
+    def start(self) -> None:
+        """Begins to count on a CUDA device."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = torch.cuda.memory_allocated(self._device)
 
-    def _read(self, profiler: profile) -> None:
+    def read(self, results: Any) -> None:
+        """Takes what the profiler has seen of the CPU's allocator and of the marks."""
+        events = (
+            event
+            for event in results.events()
+            if (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
+            or event.name().startswith(MARK)
+        )
         # Events are changes of the allocated bytes (negative for frees) and marks, in order of time. A mark has the bytes at it,
         # and the peak since the previous mark, which starts from the bytes there.
         allocated = peak = 0
         start: int | None = None
-        for event in _events(profiler):
+        for event in sorted(events, key=lambda event: event.start_ns()):
             start = event.start_ns() if start is None else start
             if event.name() == "[memory]":
                 allocated += event.nbytes()
@@ -185,38 +199,22 @@ class Marks:
 
 
 @contextlib.contextmanager
-def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
+def recording_marks(device: torch.device | str = "cpu", kind: type[Marks] = Marks) -> Iterator[Marks]:
     """A context that measures the parts of its body, each of which ends with ``marks.mark(name)``.
 
-    It counts the same memory as :func:`recording_peak`.
+    It counts the same memory as :func:`recording_peak`, or what another ``kind`` of marks reads.
 
     Raises:
         ValueError, RuntimeError: as in :func:`recording_peak`.
     """
-    marks = Marks(_measurable(device))
-    with marks.recording():
-        yield marks
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a CUDA device, including the reserve of its allocator, or on the machine."""
-    if device.type == "cuda":
-        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + reserve
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _measurable(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
-    return device
-
-
-@contextlib.contextmanager
-def _profiling() -> Iterator[profile]:
+    marks = kind(device)
+    if device.type == "cuda":
+        marks.start()
+        yield marks
+        return
     if profiler_enabled():
         raise RuntimeError(
             "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
@@ -224,19 +222,14 @@ def _profiling() -> Iterator[profile]:
     # Without it, the profiler writes a line to standard error when it starts and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield profiler
-
-
-def _events(profiler: profile) -> list[Any]:
-    """The events of the CPU allocator and the marks, in order of time."""
+        yield marks
     assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    assert results is not None
-    events = [
-        event
-        for event in results.events()
-        if (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
-        or event.name().startswith(MARK)
-    ]
-    events.sort(key=lambda event: event.start_ns())
-    return events
+    marks.read(profiler.profiler.kineto_results)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on a CUDA device, including the reserve of its allocator, or on the machine."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserve
+    return int(psutil.virtual_memory().available)

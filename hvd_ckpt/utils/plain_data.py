@@ -107,15 +107,6 @@ def dumps(value: Any) -> str:
     return flat.sub(lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]", text) + "\n"
 
 
-def write_json(value: Any, path: Path) -> None:
-    """Writes dicts, lists, texts and finite numbers as JSON. The file is written completely or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_text(dumps(value), path)
-
-
 def write_text(text: str, path: Path) -> None:
     """Writes a text. The file is written completely or not at all.
 

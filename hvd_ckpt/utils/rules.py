@@ -41,7 +41,9 @@ class Rule:
         """Whether settings break it."""
         if not _are_given(self.feature, given):
             return False
-        return not _is_any_given(self.other, given) if self.needs else _are_given(self.other, given)
+        if self.needs:
+            return not any(_is_given(other, given) for other in self.other.split(" or "))
+        return _are_given(self.other, given)
 
     def sentence(self, given: Mapping[str, Any], write: Callable[[str, Any], str]) -> str:
         """The error for settings that break it."""
@@ -111,9 +113,8 @@ RULES: tuple[Rule, ...] = (
         ("process_set", "the ranks of the whole job compute them"),
         (OF_RANKS, "its statistics depend on the ranks", "use local or deferred, in a model torch.nn.BatchNorm"),
         (APEX, "Apex reduces after one backward pass", "use precision fp16 or bf16"),
-        ("accumulate_grad_batches", "each is one backward pass of a step", "give more replicas instead"),
-        ("manual optimization", "the strategy calls the passes of replicas", "use automatic_optimization"),
-        (TRAINER, "its loop has no replicas", "use HorovodStrategy of Lightning, or hvd-ckpt train"),
+        ("HorovodStrategy", "its loop has no replicas", "use hvd-ckpt train, or a loop of your own"),
+        (TRAINER, "its loop has no replicas", "use hvd-ckpt train, or a loop of your own"),
     )),
     *needs("replicas", "model", "each replica has buffers of its own", "give model=model"),
     # ---------------------------------------------------------------- local SGD
@@ -149,7 +150,6 @@ RULES: tuple[Rule, ...] = (
         (APEX, "Apex wants the whole model", "use precision fp16 or bf16"),
         ("optimizer=adafactor", "snapshots of stages need a state with a value for each element", "use adamw"),
         ("comm", "it makes the communicators of its replicas itself"),
-        ("load", "a plan file has stages of its own"),
     )),
     *(Rule(setting, "a plan of stages", "the plan chooses it", "leave it out") for setting in (
         "balance", "checkpoint=always|except_last|never", "chunks of Pipeline", "schedule of Pipeline",
@@ -217,7 +217,10 @@ RULES: tuple[Rule, ...] = (
         ("deepspeed", "it has ranks of its own", "use shard"),
         ("fsdp", "it has ranks of its own", "use shard"),
     )),
-    *apart("HorovodStrategy", (("sync_dist_group", "it reduces over all ranks"),)),
+    *apart("HorovodStrategy", (
+        ("sync_dist_group", "it reduces over all ranks"),
+        ("lr_find()", "its trials train the ranks that the fit begins with", "search in a Trainer without this strategy"),
+    )),
 )
 # fmt: on
 
@@ -225,18 +228,27 @@ RULES: tuple[Rule, ...] = (
 Write = Callable[[str, Any], str]
 
 
+def argument(name: str, value: Any) -> str:
+    """A name and a value as an argument of Python."""
+    return f"{name.partition(' of ')[0]}={value!r}" if _is_plain(value) else name
+
+
+def setting(name: str, value: Any) -> str:
+    """A name and a value as a setting of a command."""
+    return f"{name.partition(' of ')[0]} {value}" if _is_plain(value) else name
+
+
 def check(
-    given: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({}), write: Write | None = None
+    given: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({}), write: Write = argument
 ) -> None:
     """Raises ValueError for the first rule that settings break.
 
     Args:
         given: settings and other features by name; those that are None, "none" or False are not given.
         words: those that are not written as arguments of these names.
-        write: as for :func:`refusal`; by default :func:`argument`.
+        write: as for :func:`refusal`.
     """
-    written = write or argument
-    if reason := refusal(given, lambda name, value: words.get(name) or written(name, value)):
+    if reason := refusal(given, lambda name, value: words.get(name) or write(name, value)):
         raise ValueError(reason)
 
 
@@ -250,16 +262,6 @@ def refusal(given: Mapping[str, Any], write: Write) -> str | None:
     return None if broken is None else broken.sentence(given, write)
 
 
-def argument(name: str, value: Any) -> str:
-    """A name and a value as an argument of Python."""
-    return f"{name.partition(' of ')[0]}={value!r}" if _is_plain(value) else name
-
-
-def setting(name: str, value: Any) -> str:
-    """A name and a value as a setting of a command."""
-    return f"{name.partition(' of ')[0]} {value}" if _is_plain(value) else name
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, list, tuple, dict)) and value is not True
 
@@ -271,10 +273,6 @@ def in_words(feature: str) -> str:
 
 def _are_given(features: str, given: Mapping[str, Any]) -> bool:
     return all(_is_given(feature, given) for feature in features.split(" + "))
-
-
-def _is_any_given(features: str, given: Mapping[str, Any]) -> bool:
-    return any(_is_given(feature, given) for feature in features.split(" or "))
 
 
 def _is_given(feature: str, given: Mapping[str, Any]) -> bool:

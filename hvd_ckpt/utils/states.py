@@ -86,7 +86,8 @@ class OptimizerState(State):
                         raise ValueError(
                             f"{place} has the key {ascii(name)[:60]}, and must have texts as keys"
                         )
-                    self._check_of_parameter(f"{place}.{name}", value)
+                    if not is_single(value):
+                        self._check_of_parameter(f"{place}.{name}", value)
         return self
 
     def _check_of_parameter(self, place: str, value: Any, depth: int = 0) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import assert_same
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -25,12 +26,6 @@ pytestmark = pytest.mark.usefixtures("quick_planner")
 
 def statistics(model: nn.Module) -> list[Tensor]:
     return [value for name, value in model.state_dict().items() if "running" in name or "tracked" in name]
-
-
-def close(left: list[Tensor], right: list[Tensor], tolerance: float = 1e-12) -> None:
-    assert len(left) == len(right) > 0
-    for one, other in zip(left, right):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +44,15 @@ def test_deferred_norm_of_micro_batches_equals_batch_norm_of_the_whole_batch(
         whole = plain(batch)
         before = copy.deepcopy(statistics(deferred))
         outputs = [deferred(part) for part in batch.tensor_split(parts)]
-        close(statistics(deferred), before, 0)  # nothing changes before the end of the mini-batch
+        assert_same(statistics(deferred), before)  # nothing changes before the end of the mini-batch
         assert parts > 1 or torch.equal(outputs[0], whole)
         commit_batch_norm(deferred)
-        close(statistics(deferred), statistics(plain))
+        assert_same(statistics(deferred), statistics(plain), 1e-12)
         commit_batch_norm(deferred)  # nothing was seen since
-        close(statistics(deferred), statistics(plain))
+        assert_same(statistics(deferred), statistics(plain), 1e-12)
     assert deferred.num_batches_tracked == 3
     x = torch.randn(SHAPES[kind], dtype=torch.float64)
-    close([deferred.eval()(x)], [plain.eval()(x)])
+    assert_same([deferred.eval()(x)], [plain.eval()(x)], 1e-12)
     commit_batch_norm(deferred)
     assert deferred.num_batches_tracked == 3
 
@@ -120,7 +115,7 @@ def test_recomputation_changes_nothing(way: str, parts: int) -> None:
     reference, model = chain(), chain()
     seen: dict[int, list[Tensor]] = {}
     for index, block in enumerate(reference):
-        block.norm.register_forward_pre_hook(  # type: ignore[union-attr]
+        block.norm.register_forward_pre_hook(
             lambda _, inputs, index=index: seen.setdefault(index, []).append(inputs[0].detach())
         )
     run = WAYS[way](model)
@@ -135,9 +130,9 @@ def test_recomputation_changes_nothing(way: str, parts: int) -> None:
     for index, block in enumerate(model):
         values = torch.cat(seen[index]).transpose(0, 1).flatten(1)
         assert len(seen[index]) == parts
-        close([block.norm.running_mean], [0.1 * values.mean(1)])  # type: ignore[union-attr]
-        close([block.norm.running_var], [0.9 + 0.1 * values.var(1)])  # type: ignore[union-attr]
-        assert block.norm.num_batches_tracked == 1  # type: ignore[union-attr]
+        assert_same(block.norm.running_mean, 0.1 * values.mean(1), 1e-12)
+        assert_same(block.norm.running_var, 0.9 + 0.1 * values.var(1), 1e-12)
+        assert block.norm.num_batches_tracked == 1
     for one, other in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
@@ -171,7 +166,7 @@ def test_under_autocast_and_without_gradients() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hc.checkpoint(model, x[:0]).sum().backward()  # an empty micro-batch
     commit_batch_norm(model)
-    close(statistics(model), statistics(plain), 1e-5)
+    assert_same(statistics(model), statistics(plain), 1e-5)
 
 
 def test_copies_and_state_dicts_in_the_middle_of_a_mini_batch() -> None:
@@ -190,7 +185,7 @@ def test_copies_and_state_dicts_in_the_middle_of_a_mini_batch() -> None:
             one(x[2:])
         commit_batch_norm(one)
     for one in [*copies, loaded]:
-        close(statistics(one), statistics(plain))
+        assert_same(statistics(one), statistics(plain), 1e-12)
     assert reset.num_batches_tracked == 0
     nn.BatchNorm2d(4).load_state_dict(norm.state_dict())
     assert copies[0].half().float().pending_mean.dtype == torch.float64
@@ -231,4 +226,4 @@ def test_compiled() -> None:
     run(images()).sum().backward()
     plain(images())
     commit_batch_norm(model)
-    close(statistics(model), statistics(plain))
+    assert_same(statistics(model), statistics(plain), 1e-12)

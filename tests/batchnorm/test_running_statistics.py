@@ -93,15 +93,6 @@ def test_every_kind(run, kind):
     assert all(block.norm._buffers[name] is buffer for name, buffer in buffers.items())
 
 
-@VARIANTS
-def test_under_autocast(run):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(4, 4, 2), nn.BatchNorm2d(4), SyncBatchNorm(4), nn.ReLU())
-    model = copy.deepcopy(plain)
-    expected = train(plain, plain, dtype=torch.bfloat16)
-    assert_same(expected, train(model, functools.partial(run, model), dtype=torch.bfloat16))
-
-
 class Trainer:
     def __init__(self, model):
         self.models = {"main": model}
@@ -162,31 +153,6 @@ def test_every_way_to_hold_the_module(run, way):
 
 
 @VARIANTS
-def test_two_forward_passes_before_the_backward_pass(run):
-    def statistics(run):
-        block = Block(nn.BatchNorm2d(4, momentum=None))
-        y, z = (run(block, x) for x in batches(count=2))
-        (y.sum() * 2 + z.square().sum()).backward()
-        return outcome(block.norm)  # the scale is used twice: its gradient equals to rounding only
-
-    assert_same(statistics(plainly), statistics(run))
-
-
-@pytest.mark.parametrize("outer", [checkpoint, reentrant])
-@pytest.mark.parametrize("inner", [checkpoint, reentrant])
-def test_nested(outer, inner):
-    def trained(outer, inner):
-        both = nn.ModuleList([Block(), Block()])
-
-        def outside(x):
-            return inner(both[1], both[0](x)).tanh().sin()
-
-        return train(both, functools.partial(outer, outside))
-
-    assert_same(trained(plainly, plainly), trained(outer, inner))
-
-
-@VARIANTS
 def test_module_used_twice_and_modes_mixed_in_one_region(run):
     def trained(run):
         norm, frozen = nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, affine=False)
@@ -202,21 +168,6 @@ def test_module_used_twice_and_modes_mixed_in_one_region(run):
             return y
 
         return train(nn.ModuleList([norm, frozen]), functools.partial(run, function))
-
-    assert_same(trained(plainly), trained(run))
-
-
-@VARIANTS
-def test_a_region_that_runs_some_of_its_modules(run):
-    def trained(run):
-        blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def call(x):
-            for index in (0, 2):
-                x = run(functools.partial(lambda index, x: blocks[index](x), index), x)
-            return x
-
-        return train(blocks, call)
 
     assert_same(trained(plainly), trained(run))
 
@@ -276,23 +227,6 @@ def test_compiled(where, run):
     else:
         call = torch.compile(lambda x: run(block, x), backend="eager")
     assert_same(expected, train(block, call))
-
-
-def test_statistics_loaded_between_two_passes():
-    def trained(run):
-        norm = nn.BatchNorm2d(4, affine=False)
-
-        def function(x):
-            return norm.eval()(norm.train()(x)).sin()
-
-        results = []
-        for index, x in enumerate(batches()):
-            norm.running_var.fill_(2.0 + index)
-            run(function, x.requires_grad_()).sum().backward()
-            results.append(x.grad)
-        return outcome(norm, *results)
-
-    assert_same(trained(plainly), trained(checkpoint))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

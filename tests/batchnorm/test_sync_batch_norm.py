@@ -174,7 +174,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-class HorovodOnCPU(hvd.SyncBatchNorm):  # type: ignore[misc]
+class HorovodOnCPU(hvd.SyncBatchNorm):
     """Horovod's own, whose forward refuses CPU tensors before it comes to the part that this library replaces."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -196,8 +196,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x)).relu()
-        out: Tensor = self.other(self.second(self.norm(x.sin()))).tanh()
-        return out
+        return self.other(self.second(self.norm(x.sin()))).tanh()
 
 
 def train(norm: Callable[..., nn.Module], call: Callable[[nn.Module, Tensor], Tensor], autocast: bool) -> Any:
@@ -217,8 +216,7 @@ CALLS = 2 * 3  # two steps, three normalizations in each
 
 
 def plainly(block: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = block(x)
-    return out
+    return block(x)
 
 
 def recomputed(use_reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -229,8 +227,7 @@ NON_REENTRANT = recomputed(False)
 
 
 def with_parameters(block: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = CheckpointFunction.apply(block, 1, x, *block.parameters())
-    return out
+    return CheckpointFunction.apply(block, 1, x, *block.parameters())
 
 
 def nested(outer: bool, inner: bool) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -287,8 +284,7 @@ def test_horovods_own_is_silent_too(use_reentrant: bool, collectives: Counter[st
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
         blocks.append(block)
-        out: Tensor = checkpoint(block, x, use_reentrant=use_reentrant)
-        return out
+        return checkpoint(block, x, use_reentrant=use_reentrant)
 
     with no_communication_in_recomputation(collectives):
         found = train(HorovodOnCPU, call, False)

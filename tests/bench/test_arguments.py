@@ -23,7 +23,6 @@ COMPARE = [
     ("--precision apex-O1", "--precision apex-O1: NVIDIA Apex"),
     ("--device cuda", "--device cuda"),
     ("--chunks 2,0", "--chunks: '0'"),
-    ("--quick --full", "--full"),
     ("--text no/such/file", "--text: cannot read the text 'no/such/file'"),
     ("--text empty", "'empty'"),
     ("--output full", "--output: the folder 'full'"),

@@ -19,7 +19,7 @@ from benchmarks import engines, suites
 from benchmarks.__main__ import benchmarks as bench
 from benchmarks.suites.shard import shard
 from benchmarks.workloads import workload
-from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
+from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob, reason, results_of_ranks
 from hvd_ckpt.utils.named import import_named
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
@@ -41,14 +41,13 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
         hc.barrier()
         error = None
         try:
-            found = import_named("function", job.worker)(load_json(type(job), job.file))
-            save_json(found, job.result_file(hc.rank()))
+            job.tell("done", value=import_named("function", job.worker)(type(job).load(job.file)))
         except RuntimeError as raised:
             error = reason(raised)
         for told in hc.allgather_object(error):
             if told is not None:
                 raise JobError(told)
-        return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
+        return results_of_ranks(EventReader(job.folder).new(), result)
 
     monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
 
@@ -80,11 +79,11 @@ def test_reduce_times_engines_and_names_one_that_fails(
     assert broken["rounds"] == [] and "no network" in broken["failure"]
 
 
-OWN_SUITE = """
+OWN_SUITE = """'Time mine.'
 from benchmarks.suite import Suite
 
 mine = Suite(
-    name="mine", title="Mine", help="Time mine.", engines=("hvd_ckpt",), workloads={"gpt": ""}, columns=("hash",),
+    engines=("hvd_ckpt",), workloads=("gpt",), columns=("hash",),
     against={"of hvd_ckpt": "hvd_ckpt"}, np="2", rounds=1, steps=1, quick_sizes={"gpt": {"width": 16, "layers": 1}},
 )
 """

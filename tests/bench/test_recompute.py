@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from benchmarks.__main__ import benchmarks as bench
 from benchmarks.case import Case
-from benchmarks.engines.recompute import NoRecomputation
+from benchmarks.engines.recompute import Recomputation
 from benchmarks.suites.recompute import recompute
 from benchmarks.worker import MeasuredJob, measure, twin
 from benchmarks.workloads import workload
@@ -19,7 +19,7 @@ from benchmarks.workloads import workload
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_planner")
 
 
-class Broken(NoRecomputation):
+class Broken(Recomputation):
     """A way that does not run."""
 
     def recomputing(self, model: Any) -> Any:
@@ -29,7 +29,7 @@ class Broken(NoRecomputation):
 def found(folder: Path, name: str, *engines: str) -> dict[str, dict[str, Any]]:
     """What a rank finds of these engines, each of which takes one timed step."""
     cases = tuple(Case(name, engine, 1, sizes=dict(recompute.quick_sizes[name])) for engine in engines)
-    job = MeasuredJob(folder, 1, cases, tuple(recompute.columns), "SGD", 0.0, False, 1, 1, True, 0, "cpu")
+    job = MeasuredJob(folder, 1, "recompute", cases, steps=1, seed=0, device="cpu")
     return dict(zip(engines, measure(job)))
 
 

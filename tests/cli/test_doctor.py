@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import Case, Result, run_forked
 
 from hvd_ckpt.app.cli import doctor
+from hvd_ckpt.app.cli.doctor import Finding
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS
 from hvd_ckpt.utils.extras import apex_unavailable
@@ -75,35 +75,39 @@ def results(path_without_ssh: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_forked(IMPORTS, cases, seconds=400)
 
 
+def findings_of(result: Result) -> list[Finding]:
+    return [Finding(**finding) for finding in json.loads(result.stdout)]
+
+
 @pytest.fixture(scope="module")
-def healthy(results: dict[str, Result]) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(results["healthy"].stdout)
-    assert results["healthy"].returncode == 0, facts["problems"]
-    return facts
+def healthy(results: dict[str, Result]) -> list[Finding]:
+    found = findings_of(results["healthy"])
+    assert results["healthy"].returncode == 0, found
+    return found
 
 
-def test_what_is_installed_and_works(healthy: dict[str, Any]) -> None:
+def test_what_is_installed_and_works(healthy: list[Finding]) -> None:
     import torch
 
-    assert healthy["python"]["executable"] == sys.executable
-    assert healthy["torch"]["version"] == torch.__version__
-    assert healthy["torch"]["cuda_available"] is torch.cuda.is_available()
-    assert healthy["horovod"]["version"] == "0.28.1"
-    assert healthy["problems"] == []
-    for name, controller in healthy["controllers"].items():
-        assert controller["works"] or not healthy["horovod"][name], controller["reason"]
-        if controller["works"]:
-            assert controller["operations"]["cpu"] == dict.fromkeys(OPERATIONS, "ok")
-    assert healthy["environment"]["HOROVOD_CYCLE_TIME"] == "2"
-    assert healthy["environment"]["OMP_NUM_THREADS"] == "1"
-    assert "hush" not in json.dumps(healthy)
+    found = {finding.what: finding for finding in healthy}
+    assert sys.executable in found["Python"].found and found["PyTorch"].found == torch.__version__
+    assert (found["CUDA"].mark == "ok") is torch.cuda.is_available()
+    horovod = found["Horovod"].found
+    assert horovod.startswith("0.28.1")
+    assert not any(finding.problem for finding in healthy)
+    for name in doctor.CONTROLLERS:
+        controller = found[f"controller {name}"]
+        assert (controller.mark == "ok") is (name.upper() in horovod), controller
+    assert {finding.found for finding in healthy if finding.what == "  on cpu"} == {", ".join(OPERATIONS)}
+    assert {"HOROVOD_CYCLE_TIME=2", "OMP_NUM_THREADS=1"} <= {*found["environment"].found.split("\n")}
+    assert "hush" not in repr(healthy)
 
 
-def test_the_table_says_the_same(healthy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_the_same(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     doctor.print_table(healthy)
     shown = capsys.readouterr().out
     for text in (
-        healthy["torch"]["version"],
+        "PyTorch",
         "0.28.1",
         "gloo",
         "mpi",
@@ -114,18 +118,17 @@ def test_the_table_says_the_same(healthy: dict[str, Any], capsys: pytest.Capture
     assert "problem" not in shown
 
 
-def test_the_table_says_what_carries_tensors_between_stages(
-    healthy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_gpus = healthy["torch"] | {"cuda_available": True, "nccl": "2.29.7", "nccl_groups": True}
+def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = doctor.torch_facts()
+    on_gpus = here | {"cuda_available": True, "nccl": "2.29.7", "nccl_groups": True}
     cases = (
-        (healthy["torch"], "nccl", "tensors on CPUs over MPI"),
+        (here, "nccl", "tensors on CPUs over MPI"),
         (on_gpus, "nccl", "tensors on GPUs over NCCL 2.29.7"),
         (on_gpus, "host", "through host memory"),
     )
     for facts, link, text in cases:
         monkeypatch.setenv("HVD_CKPT_LINK", link)
-        found = {what: fact for what, fact, _ in doctor.rows(healthy | {"torch": facts})}
+        found = {finding.what: finding.found for finding in doctor.of_torch(facts)}
         assert text in found["stages and parts"]
 
 
@@ -147,8 +150,7 @@ def test_a_broken_horovod(results: dict[str, Result], case: str) -> None:
 
 def problems_of(result: Result) -> list[str]:
     assert result.returncode == 1
-    problems: list[str] = json.loads(result.stdout)["problems"]
-    return problems
+    return [finding.problem for finding in findings_of(result) if finding.problem]
 
 
 def test_what_a_build_of_horovod_lacks(results: dict[str, Result]) -> None:
@@ -173,9 +175,11 @@ def test_no_pytorch(results: dict[str, Result]) -> None:
 
 def test_a_controller_that_does_not_answer_in_time(results: dict[str, Result]) -> None:
     assert "no controller works" in problems_of(results["impatient"])[0]
-    for controller in json.loads(results["impatient"].stdout)["controllers"].values():
-        assert not controller["works"]
-        assert "within 1 seconds" in controller["reason"] or "without it" in controller["reason"]
+    for finding in findings_of(results["impatient"]):
+        if finding.what.startswith("controller"):
+            assert finding.mark == "!" and (
+                "within 1 seconds" in finding.found or "without it" in finding.found
+            )
 
 
 @pytest.fixture

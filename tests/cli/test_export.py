@@ -98,7 +98,7 @@ def test_pt_and_what_cannot_be_exported(tmp_path: Path) -> None:
 
 
 def test_token_ids_without_a_tokenizer_leave_as_weights_alone(tmp_path: Path) -> None:
-    run_of(tmp_path, "gpt2-tiny", data=f"tokens:{tmp_path / 'ids.bin'},vocabulary=260")
+    run_of(tmp_path, "gpt2-tiny", data=f"tokens:{tmp_path / 'ids.bin'},vocabulary=260,type=uint16")
     output = tmp_path / "model"
     assert command(tmp_path, "export", "--format", "hf", "--output", str(output)).exit_code == 0
     assert (output / "config.json").is_file() and not (output / "tokenizer.json").exists()

@@ -509,7 +509,7 @@ def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: in
             break
     other.load_state_dict(one.state_dict())
     assert [batch.tolist() for batch in other] == whole[4:]
-    assert "give an hc.data.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
+    assert "give an hc.data.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))
 
 
 def test_hugging_face_data_sets_are_split_over_ranks_and_resumed() -> None:

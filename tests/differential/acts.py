@@ -47,7 +47,7 @@ WEIGHTS = (
     *("load_model", "average", "away", "back"),
 )
 STATE_READ = ("state_norm", "state_keys")
-STATE = ("state_zero_", "state_pop", "state_empty", "state_clear", "state_load")
+STATE = ("state_zero_", "state_set", "state_pop", "state_empty", "state_clear", "state_load")
 GROUPS = ("lr", "weight_decay", "momentum")
 FLAGS = ("freeze", "unfreeze")
 ACTS = {

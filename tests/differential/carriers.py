@@ -54,8 +54,7 @@ def unpack(features: Any) -> Tensor:
     if isinstance(features, Tensor):
         return features
     x, skip, count = _read(features)
-    result: Tensor = x + 0.1 * skip[0] + 0.01 * count
-    return result
+    return x + 0.1 * skip[0] + 0.01 * count
 
 
 def _read(features: Any) -> tuple[Tensor, list[Tensor], int]:

@@ -24,7 +24,6 @@ import hvd_ckpt as hc
 
 OURS = str(Path(hc.__file__).parent)
 IN_STEP = (*READS, *IN_PLACE, *REPLACED)
-CLEARED = ("none", "plain", "model")
 
 
 class Outcome(NamedTuple):
@@ -179,9 +178,8 @@ def may_refuse(program: Program, number: int, act: Act) -> bool:
         return True
     kind, place, step = act.kind, act.place, program.steps[number]
     shards = program.stage > 1 and (
-        place == "synchronized"
-        or (place == "cleared" and (step.clear in ("zero", "model_zero") or _zeroed(step)))
-        or (place == "step" and _zeroed(step))
+        place in ("synchronized", "step")
+        or (place == "cleared" and (step.clear in ("zero", "model_zero", "never") or _zeroed(step)))
     )
     flying = may_be_in_flight(program, number, act)
     if kind in READS:
@@ -283,9 +281,6 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
         for key, value in one.reads.items():
             if one.error is not None and key[1] >= one.step:
                 continue
-            state = key[2] >= 0 and program.steps[key[1]].acts[key[2]].kind in STATE_READ
-            if program.stage and state and not value:
-                continue  # a rank has nothing of the state of a parameter of which it has no elements
             wanted = alone[1].get(key)
             if wanted is None:
                 failures.append(f"one process has not read {key} on rank {rank}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -22,6 +23,13 @@ from hvd_ckpt.reduction.gradients import has_values
 Key = tuple[int, ...]
 """Of an operation: rank, step, position of the act, position of the parameter."""
 
+MOMENTS = {
+    "momentum": ("momentum_buffer",),
+    "nesterov": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "rmsprop": ("square_avg",),
+}
 _OF_RANKS = (*READS, *IN_PLACE, *REPLACED, *FLAGS)
 
 
@@ -160,6 +168,11 @@ class Hand:
             state.pop(parameter, None)
         elif kind == "state_empty":
             state[parameter] = {}
+        elif kind == "state_set":
+            values = torch.linspace(0.0, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+            for name in MOMENTS.get(self._run.program.optimizer, ()):
+                if name in state[parameter]:
+                    state[parameter][name] = values.clone()
         elif kind == "state_zero_":
             for value in state[parameter].values():
                 if isinstance(value, Tensor):
@@ -220,6 +233,8 @@ class Hand:
                     parameter.register_post_accumulate_grad_hook(self._hook(kind, number))
 
     def _hook(self, kind: str, number: int) -> Callable[[Tensor], None]:
+        hand = weakref.proxy(self)  # a cycle through the hooks of a parameter is never collected
+
         def hook(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is None:
@@ -229,10 +244,10 @@ class Hand:
             elif kind == "post_replace":
                 parameter.grad = gradient * 0.6
             else:
-                step = len(self._run.seen)
-                key = (self._run.rank, step, -1, number)
-                value = self.reads.get(key, torch.zeros((), dtype=torch.float64)) + gradient.double().norm()
-                self.reads[key] = value
+                step = len(hand._run.seen)
+                key = (hand._run.rank, step, -1, number)
+                value = hand.reads.get(key, torch.zeros((), dtype=torch.float64)) + gradient.double().norm()
+                hand.reads[key] = value
 
         return hook
 

@@ -39,6 +39,7 @@ class Run:
         hand: performs the program's acts.
         seen: the losses of each step.
         late: gradients that came after their bucket had left, or were reduced in more than one round.
+        reductions: how the gradients of each step were reduced.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Run:
         self.parameters = list(self.model.parameters())
         self.seen: list[Any] = []
         self.late = 0
+        self.reductions: list[Any] = []
         owned = self._owned()
         self.groups = {number: [own] for number, own in owned.items() if number >= 0}
         self._added = owned.get(-1, [])
@@ -365,6 +367,7 @@ class Run:
             self._others.stepped({p for group in self.groups[number] for p in group})
 
     def _check_launches(self) -> None:
+        self.reductions.append([optimizer.reduction_stats.last for optimizer in self.optimizers])
         for optimizer in self.optimizers:
             last = optimizer.reduction_stats.last
             often = max(last.launches.values(), default=0)
@@ -442,9 +445,11 @@ class Run:
             values = {name: whole(p) for name, p in self.model.named_parameters()}
         for rank in self.ranks:
             if self._others is not None:
-                own = [*self._others.buffers[rank], *self._others.hidden[rank], *self._others.random[rank]]
+                others = self._others
+                buffers, hidden, numbers = others.buffers[rank], others.hidden[rank], others.random[rank]
             else:
-                own = [*buffers_of(self.model), *hidden_of(self.model), *random_state()]
+                buffers, hidden, numbers = buffers_of(self.model), hidden_of(self.model), random_state()
+            own = [*buffers, *(part for state in hidden for part in state), *numbers]
             values.update({f"{rank}.{number}": as_tensor(value) for number, value in enumerate(own)})
         return values
 

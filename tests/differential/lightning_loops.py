@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from all_ranks import folder_of_all_ranks
 from checking import distance, together
 from lightning.pytorch.plugins import MixedPrecision
 from loops import (
@@ -20,7 +21,6 @@ from loops import (
     Net,
     differences,
     draw_loop,
-    folder_of_all_ranks,
     optimizer_of,
     sampler_of,
     samples_of,
@@ -197,7 +197,7 @@ def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
     elif loop.sampler == "own":
         loader = DataLoader(data, loop.batch, sampler=sampler_of(loop, hc.rank()))
     else:
-        loader = DataLoader(data, batch_sampler=Batches(sampler_of(loop, hc.rank()), loop.batch))  # type: ignore[arg-type]
+        loader = DataLoader(data, batch_sampler=Batches(sampler_of(loop, hc.rank()), loop.batch))
     trainer = pl.Trainer(
         strategy=HorovodStrategy(shard=loop.stage),
         accelerator="cpu",
@@ -212,7 +212,7 @@ def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
         enable_model_summary=False,
         **given,
     )
-    validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)  # type: ignore[arg-type]
+    validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)
     trainer.fit(module, loader, validation, ckpt_path=path if resume else None, weights_only=False)
     return module
 

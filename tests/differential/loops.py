@@ -10,12 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +19,6 @@ from checking import FLOOR, MARGIN, distance
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
-
-import hvd_ckpt as hc
 
 WIDTH = 4
 NORM, VALUE = 0.05, 0.01  # limits of clipping, which most gradients exceed
@@ -133,7 +127,7 @@ def samples_of(loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
 
 def sampler_of(loop: Loop, rank: int, seed: int = 0) -> DistributedSampler[Any]:
     """The sampler of a rank."""
-    return DistributedSampler(range(loop.samples), loop.ranks, rank, shuffle=loop.shuffle, seed=seed)  # type: ignore[arg-type]
+    return DistributedSampler(range(loop.samples), loop.ranks, rank, shuffle=loop.shuffle, seed=seed)
 
 
 class Batches:
@@ -414,14 +408,3 @@ def state_of(net: nn.Module) -> dict[str, Tensor]:
     state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
     peaks = {name: module.peak for name, module in net.named_modules() if isinstance(module, Running)}
     return state | {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}
-
-
-@contextmanager
-def folder_of_all_ranks() -> Iterator[Path]:
-    """A temporary folder, the same on all ranks."""
-    made = tempfile.mkdtemp(prefix="hvd_ckpt_loops_") if hc.rank() == 0 else ""
-    path = Path(hc.broadcast_object(made, 0, name="folder"))
-    yield path
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(path)

@@ -66,7 +66,7 @@ class Part(nn.Module):
         self.number, self.kind, self.dtype = number, block.kind, getattr(torch, block.dtype)
         self.trapped = False
         if block.kind == "tied":
-            self.weight = parts[block.of].layer.weight  # type: ignore[union-attr]
+            self.weight = parts[block.of].layer.weight
             self.bias = nn.Parameter(torch.zeros(WIDTH))
         elif block.kind == "scale":
             self.factor = nn.Parameter(torch.tensor(0.5))
@@ -78,7 +78,7 @@ class Part(nn.Module):
         elif block.kind == "batchnorm":
             self.layer = nn.BatchNorm1d(WIDTH, eps=0.1)
         elif block.kind == "conv":
-            self.layer = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.layer = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
         elif block.kind == "deep":
             self.layer = nn.Sequential(
                 nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, WIDTH)
@@ -185,7 +185,7 @@ class Net(nn.Module):
         for number in path:
             x = unpack(_run(self.kinds[number], self.segments[number], pack(self.carriers[number], x)))
             if self.trap == ("backward", number) and x.requires_grad:
-                x = _RaisesBehind.apply(x)  # type: ignore[no-untyped-call]
+                x = _RaisesBehind.apply(x)
         return x
 
     def set_trap(self, trap: tuple[str, int] | None) -> None:

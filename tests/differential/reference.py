@@ -39,9 +39,6 @@ class Ranks:
         self._gradients: dict[int, list[Tensor | None]] = {
             rank: [None] * len(self._parameters) for rank in ranks
         }
-        self._used_up: set[int] = (
-            set()
-        )  # parameters whose gradients a step has used up since they were cleared
         self._reduced: set[Tensor] = set()
         self._present: set[int] = set()  # ranks that have not joined
         self._written: list[Tensor] = []
@@ -90,16 +87,14 @@ class Ranks:
         self._flags[rank] = [parameter.requires_grad for parameter in self._parameters]
 
     def clear(self, parameters: list[Tensor], zero: bool) -> None:
-        """For each rank: zeros where there is a gradient, or a step has used one up, or None."""
+        """For each rank: zeros where there is a gradient, also one that a step has used up, or None."""
         cleared = set(parameters)
         for at, parameter in enumerate(self._parameters):
             if parameter not in cleared:
                 continue
             for gradients in self._gradients.values():
-                gradient = gradients[at]
-                there = gradient is not None or at in self._used_up
+                there = gradients[at] is not None
                 gradients[at] = torch.zeros_like(parameter) if zero and there else None
-            self._used_up.discard(at)
 
     def reduce(self, own: set[Tensor]) -> None:
         """Gives each rank, and the parameters, the sums or means of all ranks' gradients."""
@@ -107,7 +102,8 @@ class Ranks:
             if parameter not in own:
                 continue
             parts = [gradients[at] for rank, gradients in self._gradients.items() if rank in self._present]
-            found = [part.coalesce() if part.is_sparse else part for part in parts if part is not None]
+            present = [part for part in parts if part is not None and not _used_up(part)]
+            found = [part.coalesce() if part.is_sparse else part for part in present]
             if not found:
                 parameter.grad = None
                 continue
@@ -142,9 +138,22 @@ class Ranks:
         for at, parameter in enumerate(self._parameters):
             if parameter not in own:
                 continue
-            if used_up and parameter.grad is not None:
-                self._used_up.add(at)
-                parameter.grad = None
             gradient = parameter.grad
             for gradients in self._gradients.values():
-                gradients[at] = None if gradient is None else gradient.clone()
+                if not used_up:
+                    gradients[at] = None if gradient is None else gradient.clone()
+                elif gradient is not None:
+                    gradients[at] = _use_up(gradient)
+            if used_up:
+                parameter.grad = None
+
+
+def _use_up(gradient: Tensor) -> Tensor:
+    """A gradient that counts as none until something is added to it, or it is set to zero."""
+    used = torch.zeros_like(gradient)
+    used.used_up = used._version  # type: ignore[attr-defined]
+    return used
+
+
+def _used_up(gradient: Tensor) -> bool:
+    return getattr(gradient, "used_up", None) == gradient._version

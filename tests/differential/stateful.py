@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -37,116 +38,84 @@ def update_average(average: Tensor, value: Tensor) -> None:
 class Stateful(nn.Module):
     """A layer with state that no ``state_dict`` has."""
 
-    def hidden(self) -> Any:
+    def hidden(self) -> tuple[Any, ...]:
         """A copy of that state."""
         raise NotImplementedError
 
-    def set_hidden(self, state: Any) -> None:
+    def set_hidden(self, state: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
 
-class Average(nn.Module):
-    """Divides by a moving average of its activations: a buffer.
+class Layer(Stateful):
+    """A linear layer, of whose result and state ``use`` makes what it likes: a buffer, an attribute, and generators."""
 
-    Args:
-        how: ``"moving"``: changed in place; ``"replaced"``; ``"custom_mutating"``: changed by a custom operator.
-    """
-
-    def __init__(self, how: str) -> None:
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
+        self.use, self.linear = use, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("average", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        average, size = self.average.clone(), x.detach().abs().mean(0)
-        if self.how == "moving":
-            self.average.mul_(0.9).add_(size, alpha=0.1)
-        elif self.how == "replaced":
-            self.average = self.average * 0.9 + size * 0.1
-        else:
-            update_average(self.average, size)
-        return x / (0.5 + average)
-
-
-class Attribute(Stateful):
-    """The same with an attribute in place of a buffer, which is changed in place (``"attribute"``) or replaced (``"swapped"``)."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
-        self.average = torch.ones(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        average, size = self.average.clone(), x.detach().abs().mean(0)
-        if self.how == "attribute":
-            self.average.mul_(0.9).add_(size, alpha=0.1)
-        else:
-            self.average = self.average * 0.9 + size * 0.1
-        return x / (0.5 + average)
-
-    def hidden(self) -> Any:
-        return self.average.clone()
-
-    def set_hidden(self, state: Any) -> None:
-        self.average = state.clone()
-
-
-class TorchGenerator(Stateful):
-    """Dropout with a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.held = torch.ones(WIDTH)
         self.generator = torch.Generator().manual_seed(1)
+        self.random, self.numpy = random.Random(1), numpy.random.default_rng(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        return x * (torch.rand(x.shape, generator=self.generator, dtype=torch.float32) > 0.25)
+        return self.use(self, self.linear(x))
 
-    def hidden(self) -> Any:
-        return self.generator.get_state()
+    def hidden(self) -> tuple[Any, ...]:
+        numbers = self.random.getstate(), self.numpy.bit_generator.state
+        return self.held.clone(), self.generator.get_state(), *numbers
 
-    def set_hidden(self, state: Any) -> None:
-        self.generator.set_state(state)
-
-
-class PythonRandom(Stateful):
-    """Scales by numbers of Python's generator, and of one of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.random = random.Random(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) * (0.5 + random.random())) * (0.5 + self.random.random())
-
-    def hidden(self) -> Any:
-        return self.random.getstate()
-
-    def set_hidden(self, state: Any) -> None:
-        self.random.setstate(state)
+    def set_hidden(self, state: tuple[Any, ...]) -> None:
+        self.held, numbers = state[0].clone(), state[2:]
+        self.generator.set_state(state[1])
+        self.random.setstate(numbers[0])
+        self.numpy.bit_generator.state = numbers[1]
 
 
-class NumpyRandom(Stateful):
-    """The same with NumPy's."""
+def _averaged(name: str, update: str) -> Callable[[Any, Tensor], Tensor]:
+    """Divides by a moving average of activations, in a buffer or an attribute: changed in place, replaced, or by an operator."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.generator = numpy.random.default_rng(1)
+    def use(layer: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        held = getattr(layer, name)
+        average, size = held.clone(), x.detach().abs().mean(0)
+        if update == "in place":
+            held.mul_(0.9).add_(size, alpha=0.1)
+        elif update == "replaced":
+            setattr(layer, name, held * 0.9 + size * 0.1)
+        else:
+            update_average(held, size)
+        return x / (0.5 + average)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x) * (0.5 + float(numpy.random.rand())))
-        return x * (0.5 + float(self.generator.random()))
+    return use
 
-    def hidden(self) -> Any:
-        return self.generator.bit_generator.state
 
-    def set_hidden(self, state: Any) -> None:
-        self.generator.bit_generator.state = state
+def _dropped(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x) * (torch.rand(x.shape, generator=layer.generator, dtype=torch.float32) > 0.25)
+
+
+def _by_python(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x * (0.5 + random.random())) * (0.5 + layer.random.random())
+
+
+def _by_numpy(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x * (0.5 + float(numpy.random.rand()))) * (0.5 + float(layer.numpy.random()))
+
+
+def _in_place(layer: Any, x: Tensor) -> Tensor:
+    mask = x.detach() > -1
+    mask &= x.detach() < 1
+    x = x * mask
+    x.add_(0.1)
+    x[:, 0] = 0.5
+    return torch.tanh(x)
+
+
+def _inner_gradient(layer: Any, x: Tensor) -> Tensor:
+    """Adds the gradient of something else, which is computed in the forward pass."""
+    with torch.enable_grad():
+        other = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(torch.tanh(layer.linear(other)).square().sum(), other)
+    return torch.tanh(x) + 0.1 * gradient
 
 
 class Running(nn.Module):
@@ -174,49 +143,6 @@ class MaxNorm(nn.Module):
         return torch.tanh(self.linear(x)) + self.embedding(torch.arange(VOCABULARY)).mean(0)
 
 
-class Noisy(nn.Module):
-    """A random custom operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = noisy(torch.tanh(self.linear(x)))
-        return result
-
-
-class InPlace(nn.Module):
-    """Changes masks and activations in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        mask = x.detach() > -1
-        mask &= x.detach() < 1
-        x = x * mask
-        x.add_(0.1)
-        x[:, 0] = 0.5
-        return torch.tanh(x)
-
-
-class InnerGradient(nn.Module):
-    """Adds the gradient of something else, which it computes in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            other = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(torch.tanh(self.linear(other)).square().sum(), other)
-        return torch.tanh(self.linear(x)) + 0.1 * gradient
-
-
 class Attention(nn.Module):
     """Attention over the samples of a batch, with two heads."""
 
@@ -229,21 +155,24 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, WIDTH)
 
 
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "moving": _averaged("average", "in place"),
+    "replaced": _averaged("average", "replaced"),
+    "custom_mutating": _averaged("average", "by an operator"),
+    "attribute": _averaged("held", "in place"),
+    "swapped": _averaged("held", "replaced"),
+    "generator": _dropped,
+    "python": _by_python,
+    "numpy": _by_numpy,
+    "custom_random": lambda layer, x: noisy(torch.tanh(x)),
+    "inplace": _in_place,
+    "inner": _inner_gradient,
+}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "moving": lambda: Average("moving"),
-    "replaced": lambda: Average("replaced"),
-    "custom_mutating": lambda: Average("custom_mutating"),
-    "attribute": lambda: Attribute("attribute"),
-    "swapped": lambda: Attribute("swapped"),
+    **{name: functools.partial(Layer, use) for name, use in USES.items()},
     "running": Running,
     "spectral": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "max_norm": MaxNorm,
-    "generator": TorchGenerator,
-    "python": PythonRandom,
-    "numpy": NumpyRandom,
-    "custom_random": Noisy,
-    "inplace": InPlace,
-    "inner": InnerGradient,
     "attention": Attention,
 }

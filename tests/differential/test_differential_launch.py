@@ -16,9 +16,9 @@ pytestmark = pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "needs", "ranks", "tensor", "first", "number"),
     [
-        ("core", "torch", 4, 2, 100, 3),
-        ("lightning", "lightning", 2, 1, 24, 8),
-        ("transformers", "accelerate", 2, 1, 300, 8),
+        ("core", "torch", 4, 2, 100, 12),
+        ("lightning", "lightning", 2, 1, 24, 16),
+        ("transformers", "accelerate", 2, 1, 300, 12),
     ],
 )
 def test_random_cases(kind: str, needs: str, ranks: int, tensor: int, first: int, number: int) -> None:

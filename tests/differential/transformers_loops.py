@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from all_ranks import folder_of_all_ranks
 from checking import distance, together
 from loops import (
     NORM,
@@ -18,7 +19,6 @@ from loops import (
     Reference,
     differences,
     draw_loop,
-    folder_of_all_ranks,
     optimizer_of,
     sampler_of,
     samples_of,
@@ -83,11 +83,11 @@ class Model(nn.Module):
         return {"loss": loss}
 
 
-class Acts(transformers.TrainerCallback):  # type: ignore[misc]
+class Acts(transformers.TrainerCallback):
     """Saves, stops and skips, and notes the learning rates. In every other loop rank 0 decides alone."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.rates = loop, []  # type: ignore[var-annotated]
+        self.loop, self.rates = loop, []
         self.decides = hc.rank() == 0 or loop.seed % 2 == 0
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **others: Any) -> None:
@@ -103,7 +103,7 @@ class Acts(transformers.TrainerCallback):  # type: ignore[misc]
             control.should_training_stop |= state.global_step == self.loop.stop
 
 
-class Own(Trainer):  # type: ignore[misc]
+class Own(Trainer):
     """A Trainer with the data and, in every third loop, the schedule of a user's subclass."""
 
     loop: Loop

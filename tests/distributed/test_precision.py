@@ -195,9 +195,9 @@ def test_apex_recipe_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
                 for parameter in group["params"]:
                     parameter.grad /= 4
 
-    amp.initialize, amp.scale_loss = initialize, scale_loss  # type: ignore[attr-defined]
+    amp.initialize, amp.scale_loss = initialize, scale_loss
     apex = types.ModuleType("apex")
-    apex.__spec__, amp.__spec__ = types.SimpleNamespace(), types.SimpleNamespace()  # type: ignore[assignment]
+    apex.__spec__, amp.__spec__ = types.SimpleNamespace(), types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "apex", apex)
     monkeypatch.setitem(sys.modules, "apex.amp", amp)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -103,6 +103,18 @@ def test_a_script_trains_and_rank_0_alone_tells_of_it(name, desk, capsys):
         assert written.stat().st_size > 1000
 
 
+def test_a_loop_of_ones_own_has_nothing_left_to_do_when_it_is_started_again(desk, capsys):
+    script = runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="example")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            script["main"].main(["--folder", "run", "--epochs", "1"], standalone_mode=False)
+        assert ended.value.code == 0
+        hc.barrier()
+    found = re.findall(r"^step (\d+): loss", capsys.readouterr().out, re.MULTILINE)
+    assert found == (["2", "20", "40"] if hc.rank() == 0 else [])
+    assert (desk / "run" / "snapshots" / "step-00000056").is_dir()
+
+
 def test_the_script_before_and_after_migration_prints_the_same_losses(capsys):
     script = runpy.run_path(str(EXAMPLES / "migrate_from_horovod.py"), run_name="example")
     printed = []
@@ -128,12 +140,7 @@ def test_every_script_is_in_the_table_and_here():
     table = (EXAMPLES / "README.md").read_text()
     assert {name for name in scripts if f"`{name}`" not in table} == set()
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
-    modules = {
-        "hugging_face_trainer.py",
-        "own_data.py",
-        "own_models.py",
-        "own_loop.py",
-        "tensor_gpt.py",
-    }  # beside this file; tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py,
-    # tests/parallel/tensor/test_tensor_launch.py
-    assert scripts == set(SCRIPTS) | others | modules
+    others |= {"hugging_face_trainer.py", "own_loop.py"}  # in this folder
+    others |= {"own_data.py", "own_models.py"}  # tests/training
+    others |= {"tensor_gpt.py"}  # tests/parallel/tensor/test_tensor_launch.py
+    assert scripts == set(SCRIPTS) | others

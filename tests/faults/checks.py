@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from snapshot_files import read_snapshot
 from torch import Tensor
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
-from hvd_ckpt.snapshots.ranges import Elements
 from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
-from hvd_ckpt.snapshots.schema import rank_file
+from hvd_ckpt.snapshots.schema import Range, rank_file
 
 REPLICATED = ("options", "scaler", "progress", "plan", "samples", "replicas")
 PER_RANK = ("random", "logged")
@@ -28,7 +28,7 @@ def unreadable(run: Path, ranks: int) -> list[str]:
     for path in sorted((run / "snapshots").glob("step-*"), reverse=True):
         try:
             for rank in range(ranks):
-                reader.read(path, rank)
+                read_snapshot(path, rank)
         except SnapshotError as error:
             faults.append(str(error))
     return faults
@@ -42,7 +42,7 @@ def newest_good(run: Path) -> int:
             found = reader.find(run / "snapshots")
         except SnapshotError:
             return 0
-    return 0 if found is None else found.step
+    return 0 if found is None else found.manifest.step
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int | None) -> list[str]:
@@ -68,24 +68,24 @@ def _snapshot(run: Path, step: int) -> Path:
 def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     """Everything in a snapshot that two equal runs have in common, by name."""
     path = _snapshot(run, step)
-    first = reader.read(path, 0)
+    first = read_snapshot(path, 0)
     state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
     files = open_snapshot(path)
-    shared = [name for name in files.tensors if not name.startswith(("buffers@", "weights/"))]
+    shared = [name for name in files.manifest.tensors if not name.startswith(("buffers@", "weights/"))]
     state["tensors"] = dict(zip(shared, files.read([elements(files, name) for name in shared])))
     for rank in range(ranks or 0):
         if rank_file(rank) not in files.manifest.files:
             raise ValueError(f"rank {rank} has no state in '{path}'")
         own = files.state(rank_file(rank))
         state.update({f"rank {rank}'s {name}": own[name] for name in PER_RANK})
-        buffers = [name for name in files.tensors if name.startswith(f"buffers@{rank}/")]
+        buffers = [name for name in files.manifest.tensors if name.startswith(f"buffers@{rank}/")]
         state.update(zip(buffers, files.read([elements(files, name) for name in buffers])))
     return state
 
 
-def elements(files: Snapshot, name: str) -> Elements:
+def elements(files: Snapshot, name: str) -> Range:
     """All elements of a tensor."""
-    return Elements(name, 0, files.tensors[name].numel, files.tensors[name])
+    return files.manifest.all_of(name)
 
 
 def differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _left(folder: Path, part: str, ranks: int) -> list[int]:
 
 def _faults(folder: Path, case: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a pair."""
-    from hvd_ckpt.snapshots import reader
+    from snapshot_files import read_snapshot
 
     for error in folder.glob("*.error"):
         yield f"{error.stem}: {error.read_text()}"
@@ -178,9 +178,9 @@ def _faults(folder: Path, case: dict[str, Any]) -> Iterator[str]:
             return
         name = f"step-{step:08d}"
         there, here = (
-            reader.read(folder / f"{part}{suffix}" / "snapshots" / name, 0) for part in ("there", "here")
+            read_snapshot(folder / f"{part}{suffix}" / "snapshots" / name, 0) for part in ("there", "here")
         )
-        kinds = {name.partition("/")[0] for name in {**there.tensors, **here.tensors}}
+        kinds = {name.partition("/")[0] for name in {**there.manifest.tensors, **here.manifest.tensors}}
         if not {"weights"} <= kinds or sum(kind.startswith("optimizer.") for kind in kinds) == 0:
             yield f"{name} has {kinds}"
         for kind in kinds:

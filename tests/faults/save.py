@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from faults.checks import differing
 from notes import Note
-from snapshot_files import state_of
+from snapshot_files import read_snapshot, state_of
 from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
@@ -115,8 +115,8 @@ class _Content:
 
     def fault(self, snapshot: reader.Snapshot) -> str | None:
         """How a snapshot differs from this content."""
-        if snapshot.step != step_of(self.number):
-            return f"write {self.number} has step {snapshot.step} instead of {step_of(self.number)}"
+        if snapshot.manifest.step != step_of(self.number):
+            return f"write {self.number} has step {snapshot.manifest.step} instead of {step_of(self.number)}"
         saved = {
             "weights": snapshot.weights,
             "replicated": snapshot.replicated,
@@ -248,7 +248,7 @@ class SaveTest:
                 found = reader.find(self._folder)
                 if found is None:
                     return "there is no snapshot", 0
-                snapshot = reader.read(found.path, 0)
+                snapshot = read_snapshot(found.path, 0)
             except SnapshotError as error:
                 return str(error), 0
         number = snapshot.replicated["number"]

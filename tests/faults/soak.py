@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -40,102 +39,33 @@ FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
 
 
-@dataclass(frozen=True)
-class Growth:
-    """How one measure of a process developed.
-
-    Attributes:
-        first, last: medians of the first and of the last quarter.
-        per_hour: slope of the line through the samples (least squares).
-        flat: whether descriptors or threads are no more at the end, or memory has risen by less than 1 % of its mean.
-    """
-
-    process: str
-    measure: str
-    mean: float
-    first: float
-    last: float
-    per_hour: float
-    flat: bool
-
-    def __str__(self) -> str:
-        change = f"{self.first:.1f} to {self.last:.1f}, {self.per_hour:+.2f} per hour"
-        return f"{self.process}, {self.measure}: {change}{'' if self.flat else ', not flat'}"
-
-
-@dataclass
-class Soaked:
-    """The result of a soak; ``growth`` is of the processes that ran from the first sample to the last."""
-
-    growth: list[Growth] = field(default_factory=list)
-    steps: int = 0
-    snapshots: int = 0
-    seconds: float = 0.0
-    failure: str | None = None
-
-    @property
-    def sound(self) -> bool:
-        """Whether the run stopped when it was asked to, and no process has grown."""
-        return self.failure is None and bool(self.growth) and all(growth.flat for growth in self.growth)
-
-    @property
-    def remarks(self) -> list[str]:
-        """The growth of each measure, and what went wrong."""
-        size = f"{self.seconds / 60:.1f} minutes, {self.steps} steps, {self.snapshots} snapshots"
-        return [size, *map(str, self.growth), *([self.failure] if self.failure else [])]
-
-
-def growth(process: str, measure: str, times: list[float], values: list[float]) -> Growth:
-    """The growth in at least 5 samples at times in seconds."""
-    start = times[0] + LEFT_OUT * (times[-1] - times[0])
-    times, values = zip(*((time, value) for time, value in zip(times, values) if time >= start))  # type: ignore[assignment]
-    slope = statistics.linear_regression(times, values).slope
-    quarter = max(len(values) // 4, 1)
-    first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
-    mean = statistics.fmean(values)
-    flat = slope * (times[-1] - times[0]) < FLAT * mean if measure.endswith("MiB") else last <= first
-    return Growth(process, measure, mean, first, last, per_hour=3600 * slope, flat=flat)
-
-
 def draw(seed: int, ranks: int, controller: str) -> str:
     """There is one soak over each controller."""
     return controller
 
 
 def check(controller: str) -> Iterator[str]:
-    """What grows, with the growth of all."""
-    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_soak_") as folder:
-        soaked = soak(MINUTES, controller, Path(folder))
-    yield from map(Note, soaked.remarks)
-    if not soaked.sound:
-        yield soaked.failure or "a process has grown"
-
-
-def soak(minutes: float, controller: str, folder: Path) -> Soaked:
-    """Trains for so many minutes and then touches the run's ``stop``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "text.txt")
-    run, log = folder / "run", folder / "log.txt"
-    soaked = Soaked()
-    arguments = flags({**SETTINGS, "data": f"text:{folder / 'text.txt'}", "output": run})
-    with TrainJob(RANKS, controller, arguments, log) as job:
-        _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
-        if newest_step(run) == 0:
-            soaked.failure = f"no snapshot after {START_LIMIT:.0f} s: {job.failure()}"
-            return soaked
-        soaked.growth, soaked.seconds = _watch(job, minutes * 60)
-        soaked.steps = logged_step(run)
-        if job.ended:
-            soaked.failure = f"the run ended by itself: {job.failure()}"
-            return soaked
-        (run / "stop").touch()
-        _wait(lambda: job.ended, STOP_LIMIT)
-        if job.status != 0:
-            soaked.failure = f"the run did not stop within {STOP_LIMIT:.0f} s with status 0 (log: {log})"
-        elif "Warning: The snapshot" in log.read_text(encoding="utf-8", errors="replace"):
-            soaked.failure = f"a snapshot was not written (log: {log})"
-    soaked.snapshots = newest_step(run) // EVERY
-    return soaked
+    """Trains, and then touches the run's ``stop``: what grows, and what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_soak_") as made:
+        run, log, text = (Path(made) / name for name in ("run", "log.txt", "text.txt"))
+        write_text(text)
+        arguments = flags({**SETTINGS, "data": f"text:{text}", "output": run})
+        with TrainJob(RANKS, controller, arguments, log) as job:
+            _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
+            if newest_step(run) == 0:
+                yield f"no snapshot after {START_LIMIT:.0f} s: {job.failure()}"
+                return
+            yield from _grown(job, MINUTES * 60)
+            yield Note(f"{logged_step(run)} steps, {newest_step(run) // EVERY} snapshots")
+            if job.ended:
+                yield f"the run ended by itself: {job.failure()}"
+                return
+            (run / "stop").touch()
+            _wait(lambda: job.ended, STOP_LIMIT)
+            if job.status != 0:
+                yield f"the run did not stop within {STOP_LIMIT:.0f} s with status 0: {job.failure()}"
+            elif "Warning: The snapshot" in log.read_text(encoding="utf-8", errors="replace"):
+                yield "a snapshot was not written"
 
 
 def _wait(reached: Callable[[], bool], limit: float) -> None:
@@ -144,8 +74,8 @@ def _wait(reached: Callable[[], bool], limit: float) -> None:
         time.sleep(0.1)
 
 
-def _watch(job: TrainJob, seconds: float) -> tuple[list[Growth], float]:
-    """The growth of the job's processes until the time is over or the job has ended, and the seconds that this took."""
+def _grown(job: TrainJob, seconds: float) -> Iterator[str]:
+    """How the job's processes develop until the time is over or the job has ended: a note for each measure that is flat."""
     names = {}
     for number, process in enumerate(marked(job.token)):
         rank = rank_of(process)
@@ -164,10 +94,27 @@ def _watch(job: TrainJob, seconds: float) -> tuple[list[Growth], float]:
                 )
         # Until the next multiple of the interval, so that the time of reading does not add up.
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
-    grown = [
-        growth(name, measure, times, list(values))
-        for process, name in names.items()
-        if len(samples[process]) == len(times) >= 5
-        for measure, values in zip(MEASURES, zip(*samples[process]))
-    ]
-    return grown, round(times[-1], 1)
+    yield Note(f"{times[-1] / 60:.1f} minutes")
+    stayed = [process for process, taken in samples.items() if len(taken) == len(times) >= 5]
+    if not stayed:
+        yield "no process ran from the first sample to the last"
+    for process in stayed:
+        for measure, values in zip(MEASURES, zip(*samples[process])):
+            text, flat = _growth(measure, times, values)
+            yield Note(f"{names[process]}, {text}") if flat else f"{names[process]}, {text}, not flat"
+
+
+def _growth(measure: str, times: list[float], values: tuple[float, ...]) -> tuple[str, bool]:
+    """The medians of the first and of the last quarter, and the slope of a line through the values (least squares); whether
+    descriptors or threads are no more at the end, or memory has risen by less than 1 % of its mean."""
+    start = times[0] + LEFT_OUT * (times[-1] - times[0])
+    later = [value for time, value in zip(times, values) if time >= start]
+    slope = statistics.linear_regression(times[-len(later) :], later).slope
+    quarter = max(len(later) // 4, 1)
+    first, last = statistics.median(later[:quarter]), statistics.median(later[-quarter:])
+    more = (
+        slope * (times[-1] - start) >= FLAT * statistics.fmean(later)
+        if measure.endswith("MiB")
+        else last > first
+    )
+    return f"{measure}: {first:.1f} to {last:.1f}, {3600 * slope:+.2f} per hour", not more

@@ -16,9 +16,16 @@ from notes import Note
 pytestmark = pytest.mark.launch
 
 
-def test_a_killed_run_ends_as_the_undisturbed_one() -> None:
-    plan = FaultPlan(8, 2, "gloo", "ranks", (Kill("all ranks", "SIGKILL", "step", 20, 0.0),))
-    (note,) = kill.check(plan)
+@pytest.mark.parametrize(
+    ("layout", "who", "when"),
+    [
+        ("ranks", "all ranks", "step"),
+        ("stages", "rank 1", "snapshot"),
+        ("elastic", "rank 1", "step"),
+    ],
+)
+def test_a_killed_run_ends_as_the_undisturbed_one(layout: str, who: str, when: str) -> None:
+    (note,) = kill.check(FaultPlan(9, 2, "gloo", layout, (Kill(who, "SIGKILL", when, 20, 0.0),)))
     assert isinstance(note, Note) and "1 kills" in note
 
 
@@ -39,13 +46,22 @@ PARTS: list[dict[str, Any]] = [
 
 
 def test_jobs_of_other_layouts_resume_with_the_same_bits() -> None:
-    """Six that are drawn, and some in parts of layers."""
-    drawn = resumes.draw(1, 0, "")[:6]
+    """Some that are drawn, some in parts of layers, and some with averaged weights."""
+    drawn = resumes.draw(1, 0, "")[:4]
     one, two, staged, sequence, parameters, gradients = PARTS
     pairs = (two, one), (two, staged), (parameters, two), (parameters, parameters), (one, gradients)
     common = {"optimizer": "AdamW", "average": False, "dtype": "float32", "tied": False}
     in_parts = [
         {**common, "there": there, "here": here}
         for there, here in (*pairs, (sequence, sequence), (sequence, one))
+    ]
+    in_parts += [
+        {
+            **common,
+            "average": True,
+            "there": {"ranks": 2, "shard": there},
+            "here": {"ranks": 2, "shard": here},
+        }
+        for there, here in ((0, 3), (2, 1))
     ]
     assert [text for text in resumes.check([*drawn, *in_parts]) if not isinstance(text, Note)] == []

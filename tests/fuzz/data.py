@@ -254,7 +254,7 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
                 draw.spoil(config, PICKLE)
         if os.path.lexists(config) and config.is_file() and config.stat().st_size > 1 << 21:
             config.unlink()
-        catalog.limits(catalog.find(str(place)).build({}))  # type: ignore[arg-type]
+        catalog.limits(catalog.find(str(place)).build({}))
 
     return feed
 

@@ -58,7 +58,7 @@ class Draw:
         return self(st.sampled_from(options))
 
     def below(self, stop: int) -> int:
-        return self(st.integers(0, max(stop, 1) - 1))  # type: ignore[no-any-return]
+        return self(st.integers(0, max(stop, 1) - 1))
 
     def chance(self, probability: float) -> bool:
         return self.below(100) >= 100 * (1 - probability)

@@ -20,10 +20,9 @@ from watch import Finding, Kind, check_message
 
 from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.app.training.logs import loss_plot
+from hvd_ckpt.app.training.logs import Logs
 from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
@@ -159,17 +158,12 @@ def environment(_: Path) -> Callable[[Draw, Path], None]:
                 raise Finding(f"rank {rank}, local size {local} of {chosen}")
             runtime._is_on(runtime.AUTOTUNE_VARIABLE)
             with mock.patch.dict(os.environ):
-                runtime._set_fusion_default()
                 runtime._set_crowded_defaults()
             with (
                 mock.patch("hvd_ckpt.utils.folders.make_writable"),
                 suppress(OSError),
             ):  # makes it, wherever it is
                 cache_folder()
-            try:
-                launched_rank_and_size()
-            except RuntimeError as error:
-                check_message(str(error))
 
     return feed
 
@@ -206,7 +200,7 @@ class Stop(Exception):
 STOPS = (
     "hvd_ckpt.app.cli.train.run",
     "hvd_ckpt.app.cli.plan.output_folder",
-    "hvd_ckpt.app.cli.plan_models.build",
+    "hvd_ckpt.app.cli.first_step.first_step",
     "hvd_ckpt.app.compare.runner.options.output_folder",
 )
 BENCH = "python -m benchmarks"  # the program before the name of a suite
@@ -274,13 +268,11 @@ def answer(words: list[str]) -> str:
 
 
 def logs(folder: Path) -> Callable[[Draw, Path], None]:
-    """Pictures of logs that hold anything."""
+    """Logs that hold anything."""
     records = [
         {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)
     ]
     good = [json.dumps(record) for record in records]
-    (folder / "log.jsonl").write_text("\n".join(good) + "\n")
-    loss_plot(folder / "log.jsonl", folder / "loss.png", "Loss")  # imports what it needs
 
     def feed(draw: Draw, folder: Path) -> None:
         log, lines = folder / "log.jsonl", list(good)
@@ -291,7 +283,8 @@ def logs(folder: Path) -> Callable[[Draw, Path], None]:
         log.write_text("\n".join(lines) + "\n")
         if whole:
             draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
-        loss_plot(log, folder / "loss.png", draw.choice("Loss", "$\\frac{", *TEXTS).replace("\0", ""))
+        with Logs(folder, step=draw.below(200)):
+            pass
 
     return feed
 

@@ -16,25 +16,25 @@ import pytest
 import torch
 from hostile import ODD, Draw
 from hypothesis import strategies as st
-from snapshot_files import divided, optimizer_state, sign, state_of, write
+from same import same
+from snapshot_files import divided, optimizer_state, read_snapshot, sign, state_of, write
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from watch import Finding, Kind
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.optim import build_optimizer
-from hvd_ckpt.app.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
+from hvd_ckpt.app.training.resume import Progress, check_resumed, check_state, plan_text
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.state import parts_of
-from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
+from hvd_ckpt.snapshots.content import SavedState
+from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.loading import reading_weights
+from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
-from hvd_ckpt.snapshots.ranges import Range
 from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
-from hvd_ckpt.snapshots.schema import TensorMetadata
+from hvd_ckpt.snapshots.schema import Range
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 SAMPLES = 40
@@ -45,15 +45,6 @@ CONFIG: dict[str, Any] = {
     "precision": "fp16",
     "budget": "0.5x",
 }
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal in structure, types and content."""
-    (ours, structure), (theirs, expected) = tree_flatten(one), tree_flatten(other)
-    return structure == expected and all(
-        torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else type(a) is type(b) and a == b
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -99,8 +90,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
     per_rank = {"random": random_state(), "reduction": reduction, "logged": [(3.5, 2.0)], "local": None}
     ranges, groups, values = optimizer_state(model, optimizer)
     for name, buffer in model.named_buffers():
-        whole = TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer))
-        ranges.append(Range(f"buffers@0/{name}", 0, whole.numel, whole, buffer.reshape(-1)))
+        ranges.append(Range.of(f"buffers@0/{name}", buffer))
     return {**replicated, **groups}, {**per_rank, **values}, model.state_dict(), ranges
 
 
@@ -125,7 +115,7 @@ def two_snapshots(folder: Path) -> dict[str, bytes]:
 def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
     """Whatever happens to a snapshot's files, what is read is what was written; else the one before is found."""
     files = two_snapshots(prepared)
-    expected = reader.read(prepared / "good" / "step-00000001", 0)
+    expected = read_snapshot(prepared / "good" / "step-00000001", 0)
 
     def spoil(draw: Draw, path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
@@ -158,7 +148,7 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
             spoil(draw, path)
         found = reader.find(path.parent)
         assert found is not None
-        got = reader.read(found.path, 0)
+        got = read_snapshot(found.path, 0)
         if not all(
             same(getattr(got, part), getattr(expected, part))
             for part in ("weights", "replicated", "per_rank")
@@ -167,7 +157,7 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
         if found.path.name != "step-00000001":
             return "the newer one"
         with contextlib.suppress(SnapshotError):  # what is read of another rank need not be what is damaged
-            if path.exists() and not same(reader.read(path, 1).replicated, expected.replicated):
+            if path.exists() and not same(read_snapshot(path, 1).replicated, expected.replicated):
                 raise Finding("what was read is not what was written")
         return "the one before"
 
@@ -212,14 +202,14 @@ def forged(prepared: Path) -> Callable[[Draw, Path], None]:
             (path / "manifest.json").write_text(json.dumps(draw.changed(json.loads(files["manifest.json"]))))
         with contextlib.suppress(OSError, AttributeError, TypeError, KeyError, ValueError):
             sign(path)  # what cannot be signed stays as it is
-        reader.read(path, draw.below(3))
+        read_snapshot(path, draw.below(3))
 
     return feed
 
 
 def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
     """State that is not of a run, or of another: an error before anything is used, or a run that continues."""
-    good = reader.read(write(prepared, 2, *state_of_run()), 0)
+    good = read_snapshot(write(prepared, 2, *state_of_run()), 0)
     resume(good)
 
     def feed(draw: Draw, folder: Path) -> str | None:
@@ -238,12 +228,20 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
             part: value,
         }
         named = [one for one in state_of(given["weights"]).ranges if one.name.isprintable()]
-        drawn = HeldSnapshot.of(2, [*named, *state_of_run()[3]], {}, given["replicated"], given["per_rank"])
+        drawn = OfThisRank.of(
+            2, SavedState(given["replicated"], given["per_rank"], [*named, *state_of_run()[3]])
+        )
         manifest = drawn.manifest.model_copy(update={"ranks": ranks})
-        resume(dataclasses.replace(drawn, rank=0, manifest=manifest))
+        resume(dataclasses.replace(drawn, manifest=manifest))
         return None
 
     return feed
+
+
+class OfThisRank(HeldSnapshot):
+    """With plain values of this rank."""
+
+    has_own = True
 
 
 def resume(resumed: Snapshot) -> None:
@@ -253,7 +251,7 @@ def resume(resumed: Snapshot) -> None:
     check_resumed(config, SAMPLES, resumed)
     model, optimizer = model_and_optimizer()
     check_fits(resumed, model, optimizer)
-    reading_weights(resumed, model)()
+    ModelTensors(model).reading(resumed)()
     progress = Progress(**resumed.replicated["progress"])
     assert 4 / resumed.replicated["ranks"] > 0
     text = plan_text(config, resumed)

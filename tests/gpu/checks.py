@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.jobs import join_torch
-from hvd_ckpt.app.compare.runner.report import mebibytes
+from hvd_ckpt.app.compare.runner.report import in_mib
 from hvd_ckpt.utils.measure import now
 
 ROUNDS = 10
+mebibytes = in_mib()
 
 
 def operations(job: CheckJob) -> Outcome:
@@ -81,7 +82,7 @@ def optimizer(job: CheckJob) -> Outcome:
     error = training.expect_close(first, hc.size(), "DistributedOptimizer: the weights")
     expect(same_bits(first, training.train()), "the same run twice ends in different bits")
     if device.type == "cuda":
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream: Any = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
         with torch.cuda.stream(stream):

@@ -44,5 +44,4 @@ class Outcome:
 def run_check(job: CheckJob) -> Outcome:
     """Calls the function of the check."""
     module, name = job.check.split(".")
-    outcome: Outcome = getattr(import_module(f"gpu.{module}"), name)(job)
-    return outcome
+    return getattr(import_module(f"gpu.{module}"), name)(job)

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.app.cli.doctor import horovod_facts, torch_facts
+from hvd_ckpt.app.compare.runner.jobs import JobError
 from hvd_ckpt.app.install.cuda import find_nccl, find_toolkit, run_briefly
 from hvd_ckpt.app.install.prerequisites import BuildError
+from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.probe import launcher_environment
 from hvd_ckpt.utils.folders import cache_folder
 
@@ -151,6 +153,20 @@ def _staged_environment(folder: Path) -> dict[str, str] | None:
     # The extension looks for MPI relative to site-packages.
     added = {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(Path(sys.prefix, "lib"))}
     return {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in added.items()}
+
+
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str], timeout: float) -> None:
+    """Runs a command with its output in a log.
+
+    Raises:
+        JobError: it failed, or took longer than ``timeout`` seconds.
+    """
+    with Process(command, log, environment) as process:
+        status = process.wait(timeout)
+    if status is None:
+        raise JobError(f"no end after {timeout:.0f} s (log: {log})")
+    if status != 0:
+        raise JobError(f"{error_line(log)} (status {status}, log: {log})")
 
 
 def _compiler() -> str:

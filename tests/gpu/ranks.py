@@ -71,7 +71,7 @@ def batchnorm(job: CheckJob) -> Outcome:
             inputs, targets = whole_batch(step)
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(inputs[part].to(like)), targets[part].to(like.device))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
 
     expected, model = make().double(), make()
@@ -138,7 +138,7 @@ def _divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
         if tensor > 1:
             model = hc.tensor_parallel(model)
         if stages > 1:
-            model = hc.Pipeline(model, chunks=CHUNKS, schedule="1f1b")  # type: ignore[arg-type]
+            model = hc.Pipeline(model, chunks=CHUNKS, schedule="1f1b")
         optimizer = distributed(model, shard=shard)
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=25.0, help="after which the remaining checks are skipped"
     )
     parser.add_argument(
-        "--offline", metavar="FOLDER", type=Path, help="use the files that `hvd-ckpt doctor --fill` got"
+        "--offline", metavar="FOLDER", type=Path, help="use the files that `python tests/gpu/offline.py` got"
     )
     parser.add_argument(
         "--output", metavar="FOLDER", type=Path, help="for the report [default: runs/gpu-<time>]"
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, others = parser.parse_known_args(arguments)
     if options.offline is not None and not options.offline.is_dir():
         return _refuse(
-            f"--offline: there is no folder {options.offline}; `hvd-ckpt doctor --fill FOLDER` fills one"
+            f"--offline: there is no folder {options.offline}; `python tests/gpu/offline.py FOLDER` fills one"
         )
     if options.device == "cuda" and not machine.gpus():
         return _refuse(machine.NEEDED)

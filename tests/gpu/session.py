@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from gpu import machine
 from gpu.job import CheckJob, Outcome
-from gpu.machine import Builds
+from gpu.machine import Builds, run_command
 
-from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_command, run_job
+from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_job
 from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
 from hvd_ckpt.processes.devices import LINK_VARIABLE
 

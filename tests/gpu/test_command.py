@@ -1,4 +1,4 @@
-"""``bash main.sh gpu``: what it says where there is no GPU, and of a check that fails or hangs; and ``hvd-ckpt doctor --fill``."""
+"""``bash main.sh gpu`` where there is no GPU, or a check fails or hangs; and the folder for a machine without a network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from gpu import machine, report, run
-
-from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.install import offline
+from gpu import machine, offline, report, run
 
 pytest_plugins = ("pytester",)
 
@@ -27,16 +24,12 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(told.splitlines()) == 1 and "nvcc" in told and "--device cpu" in told
 
 
-def test_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--device", "cpu", "--offline", "/no/such/folder"]) == 2
-    assert "/no/such/folder" in capsys.readouterr().err
-
-
 def test_a_check_that_fails_hangs_or_is_skipped_is_one_row(pytester: pytest.Pytester, tmp_path: Path) -> None:
     pytester.makepyfile(
         test_gpu="""
         import json, pytest
-        from hvd_ckpt.app.compare.runner.jobs import JobError, run_command
+        from gpu.machine import run_command
+        from hvd_ckpt.app.compare.runner.jobs import JobError
 
         def test_machine(record_property):
             record_property("found", "one GPU")
@@ -84,7 +77,7 @@ def test_the_folder_for_a_machine_without_a_network(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(offline, "LIMIT", 100)
 
     def fill(*words: str) -> Any:
-        return CliRunner().invoke(main, ["doctor", "--fill", *words])
+        return CliRunner().invoke(offline.main, words)
 
     folder = tmp_path / "wheels"
     result = fill(str(folder), "--python", "3.12")

@@ -114,7 +114,7 @@ class Training:
     def backward(self, model: nn.Module, step: int, rank: int | None = None) -> None:
         """The forward and backward pass of a batch."""
         inputs, targets = self.batch(step, rank)
-        self.sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        self.sizes.loss(model(inputs), targets).backward()
 
     def take_steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
         """Trains on this rank's batches of these steps."""
@@ -168,7 +168,7 @@ def reference(sizes: Gpt, ranks: int) -> State:
         optimizer.zero_grad()
         for rank in range(ranks):
             inputs, targets = batch_of(sizes, step, rank)
-            (sizes.loss(model(inputs), targets) / ranks).backward()  # type: ignore[no-untyped-call]
+            (sizes.loss(model(inputs), targets) / ranks).backward()
         optimizer.step()
     return model.state_dict()
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda", 0)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._simulation = simulation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,8 +98,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def identity_of(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata
 
 
 def operands_of(

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 import torch
+from random_text import RandomStep, random_step
 from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.plan_models import PlannedModel, build
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
 STEPS = 3
@@ -40,7 +40,7 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
         model=model,
         **options,
     )
-    step = Step(model, args, {}, loss, None)
+    step = Step(model, Sample(args, {}, loss))
 
     def take() -> None:
         step.run()
@@ -66,14 +66,14 @@ def main(models: str, bucket_cap_mb: float, width: int, layers: int) -> None:
     for name in models.split(","):
         for recompute in (False, True):
 
-            def job(name: str = name, recompute: bool = recompute) -> PlannedModel:
+            def job(name: str = name, recompute: bool = recompute) -> RandomStep:
                 options = {
                     "width": width,
                     "layers": layers,
                     "heads": 4,
                     "checkpoint_interval": int(recompute),
                 }
-                return build(name, {"batch": 4, "length": 64, "vocabulary": 512}, options)
+                return random_step(name, 4, 64, 512, options)
 
             for stage in range(4):
                 made = job()
@@ -81,12 +81,12 @@ def main(models: str, bucket_cap_mb: float, width: int, layers: int) -> None:
                     made.model,
                     hc.size(),
                     stage,
-                    sample=made.sample,
+                    sample=made.args,
                     loss=made.loss,
                     bucket_cap_mb=bucket_cap_mb,
                 )
                 peak = measured_peak(
-                    lambda: job().model, made.sample, made.loss, shard=stage, bucket_cap_mb=bucket_cap_mb
+                    lambda: job().model, made.args, made.loss, shard=stage, bucket_cap_mb=bucket_cap_mb
                 )
                 if hc.rank() == 0:
                     ratio = estimate.recorded_peak / peak

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
+BESIDE = 3  # cases
+
 
 @dataclass(frozen=True)
 class Case:
@@ -32,7 +34,7 @@ class Result:
 
 
 def run_forked(imports: str, cases: Mapping[str, Case], seconds: float = 200) -> dict[str, Result]:
-    """Runs each case after ``imports``, as ranks of no launcher; one after the other."""
+    """Runs each case after ``imports``, as ranks of no launcher; some beside each other, as many spend their time waiting."""
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_tests_") as folder:
         job = [[case.code, {**clean, **case.environment}, case.arguments] for case in cases.values()]
@@ -56,8 +58,16 @@ def run_forked(imports: str, cases: Mapping[str, Case], seconds: float = 200) ->
 def _main(folder: str, imports: str) -> None:
     names: dict[str, object] = {}
     exec(imports, names)
-    statuses = []
+    running: dict[int, int] = {}
+    statuses: dict[int, int] = {}
+
+    def wait_for_one() -> None:
+        child, status = os.wait()
+        statuses[running.pop(child)] = os.waitstatus_to_exitcode(status)
+
     for number, (code, environment, arguments) in enumerate(json.load(sys.stdin)):
+        if len(running) == BESIDE:
+            wait_for_one()
         child = os.fork()
         if child == 0:
             for stream in (1, 2):
@@ -76,8 +86,10 @@ def _main(folder: str, imports: str) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    print(json.dumps(statuses))
+        running[child] = number
+    while running:
+        wait_for_one()
+    print(json.dumps([statuses[number] for number in sorted(statuses)]))
 
 
 if __name__ == "__main__":

@@ -366,7 +366,7 @@ def main(count: str, *command: str) -> int:
         sys.exit(f"error: {reason}.")
     with Hosts(int(count)) as hosts:
         if command[0] == "--link":
-            _, rate, delay, *command = command  # type: ignore[assignment]
+            _, rate, delay, *command = command
             for name in hosts.names:
                 if float(delay):
                     hosts.slow(name, float(delay) / 2)  # from host to host a frame passes two cables

@@ -19,14 +19,13 @@ class Loopback:
         self._simulation = simulation
         self._sent: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def send(self, memory: torch.Tensor, to: int, tag: int) -> list[Any]:
+    def send(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         self._use(memory, write=False)
         self._sent[tag].append(memory)
-        return [None]
 
-    def receive(self, memory: torch.Tensor, source: int, tag: int) -> list[Any]:
+    def receive(self, memory: torch.Tensor, source: int, tag: int) -> Any:
         self._use(memory, write=True)
-        return [(memory, tag)]
+        return memory, tag
 
     def wait(self, request: Any, awaited: str, peer: int) -> None:
         if request is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections import namedtuple
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from hvd_ckpt.recompute.region import reach
+
 WIDTH = 16
 
 
@@ -32,7 +35,10 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("large", torch.ones(200, 200))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
         self.steps = 0
+        self.cached: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.middle(self, F.gelu(self.a(x)))
@@ -95,6 +101,11 @@ def halve(x: Tensor) -> None:
     x.mul_(0.5)
 
 
+@torch.library.custom_op("hvd_ckpt_odd::scale_keyword", mutates_args=("out_scaled",))
+def scale_keyword(x: Tensor, out_scaled: Tensor) -> None:
+    out_scaled.mul_(x)
+
+
 @torch.library.custom_op("hvd_ckpt_odd::plain", mutates_args=())
 def without_formula(x: Tensor) -> Tensor:
     return x * 2
@@ -128,6 +139,23 @@ def _replaced_buffer(block: Any, x: Tensor) -> Tensor:
     x = x * block.scale
     block.scale = block.scale * 0.5 + 0.1
     return x
+
+
+def _buffer_written_first(block: Any, x: Tensor) -> Tensor:
+    block.scale.mul_(0.9)
+    return x * block.scale
+
+
+def _large_buffer(block: Any, x: Tensor) -> Tensor:
+    x = x * block.large[0, 0].clone()
+    block.large.mul_(0.9)
+    return x
+
+
+def _weight_written_first(block: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.gain.mul_(0.9)
+    return x * block.gain.detach().clone()
 
 
 def _gradient_inside(block: Any, x: Tensor) -> Tensor:
@@ -217,6 +245,14 @@ def _complex(block: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum * torch.view_as_complex(torch.ones(9, 2)) * spectrum.conj(), n=WIDTH)
 
 
+def _lists(block: Any, x: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    parts = [one * other for one, other in zip((left + 1).unbind(), right.exp().split(1))]
+    best, where = torch.cat(parts).sort(-1)
+    values = torch.where(best > 0, best, left.gather(1, where)).index_select(1, where[0, :2])
+    return x * values.repeat(1, WIDTH // 2)
+
+
 def _generator(block: Any, x: Tensor) -> Tensor:
     return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(block.steps))
 
@@ -225,6 +261,28 @@ def _cache(block: Any, x: Tensor) -> Tensor:
     if not hasattr(block, "table"):
         block.table = torch.arange(float(WIDTH))
     return x * block.table
+
+
+def _cached_weight(block: Any, x: Tensor) -> Tensor:
+    if block.cached is None:
+        block.cached = torch.tanh(block.b.weight)
+    return x @ block.cached
+
+
+def _in_place_by_position(block: Any, x: Tensor) -> Tensor:
+    mask = x.detach().clone()
+    y = x.sin() + mask
+    F.relu(mask, True)
+    z = y.exp() + mask
+    F.hardtanh(mask, -1.0, 1.0, True)
+    return y.cos() * mask + z.sin()
+
+
+def _scaled_by_keyword(block: Any, x: Tensor) -> Tensor:
+    mask = (x.detach() * 2).sigmoid()
+    y = x.cos() + mask
+    scale_keyword(torch.ones(WIDTH) * 3, mask)
+    return y.sin() * mask
 
 
 def _conditional(block: Any, x: Tensor) -> Tensor:
@@ -250,6 +308,9 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "counter": _counter,
     "moving average": _moving_average,
     "replaced buffer": _replaced_buffer,
+    "buffer written first": _buffer_written_first,
+    "large buffer": _large_buffer,
+    "weight written first": _weight_written_first,
     "gradient inside": _gradient_inside,
     "backward inside": _backward_of_detached,
     "func.grad": lambda block, x: x + torch.func.grad(lambda y: (y.tanh() ** 2).sum())(x),
@@ -269,6 +330,9 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "operator with its own noise": lambda block, x: own_noise(x),
     "operator without formula": lambda block, x: x + without_formula(x.detach()),
     "mutating operator": lambda block, x: x * (lambda y: halve(y) or y)(x.detach().sin()),
+    "mutating operator with a keyword": _scaled_by_keyword,
+    "needs no gradient before": lambda block, x: torch.ones(x.shape).mul(2).div_(x.exp()).pow_(x.sigmoid()) * x,
+    "in place by position": _in_place_by_position,
     "mask": _mask,
     "writes": _writes,
     "out": _out,
@@ -277,6 +341,7 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "forked random state": _random_state,
     "python random": lambda block, x: x * random.random(),
     "numpy random": lambda block, x: x * float(np.random.rand()),
+    "numpy normal": lambda block, x: x * float(np.random.randn()),
     "default dtype": _default_dtype,
     "autocast": _autocast,
     "renormalized": _renormalized,
@@ -284,12 +349,14 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "complex": _complex,
     "generator": _generator,
     "cache": _cache,
+    "cached weight": _cached_weight,
     "past the counter": _value_changed_past_the_counter,
     "dropouts": lambda block, x: F.alpha_dropout(F.dropout(F.rrelu(x, training=True), 0.3), 0.2, True),
     "fractional pooling": lambda block, x: x + F.fractional_max_pool2d(x[None], 2, output_size=2).sum(),
     "gumbel": lambda block, x: x * F.gumbel_softmax(x, hard=True),
     "multinomial": lambda block, x: x[torch.multinomial(torch.ones(len(x)), len(x))],
     "einsum": lambda block, x: torch.einsum("ij,kj,kl->il", x, x.sin(), x),
+    "lists": _lists,
     "sorting": lambda block, x: torch.cat([x.sort(1).values[:, :8], x.topk(8).values], 1),
     "empty": lambda block, x: torch.cat([x[:0], x, x[:0].exp()]) + x[:0].sum(),
     "int8": lambda block, x: x * (x.detach() * 10).to(torch.int8).bitwise_and(3).float(),
@@ -359,6 +426,19 @@ class Renormalizing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(self.table(torch.arange(len(x)) % 8)).tanh()
+
+
+class Statistics(nn.Module):
+    """Has running statistics, which PyTorch writes past their version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + F.batch_norm(self.a(x), self.mean, self.var, training=True))
 
 
 class Codebook(nn.Module):
@@ -434,7 +514,7 @@ def _nested_checkpoint() -> nn.Module:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Linear(WIDTH, WIDTH)
+            self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(self.a, x, use_reentrant=False)
@@ -526,7 +606,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "generator that it holds": lambda: HeldGenerator(torch.Generator().manual_seed(1)),
     "Python's generator": lambda: HeldGenerator(random.Random(1)),
     "NumPy's generator": lambda: HeldGenerator(np.random.default_rng(1)),
+    "NumPy's old generator": lambda: HeldGenerator(np.random.RandomState(1)),
     "remembering": Remembering,
+    "running statistics": Statistics,
     "batch norm": lambda: Wrapped(nn.BatchNorm1d(WIDTH)),
     "instance norm": lambda: Wrapped(
         nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten())
@@ -595,3 +677,69 @@ PASSED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Callab
     "nested": (lambda x: {"a": [State(x)]}, lambda s: s["a"][0].x, lambda s, x: {"a": [State(x)]}),
     "tensor changed in place": (lambda x: x, lambda s: s * 1, lambda s, x: s.add_(x)),
 }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def seed() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    GENERATOR.manual_seed(3)
+
+
+def loss_of(output: Any) -> Tensor:
+    return sum(tensor.float().square().sum() for tensor in reach(output).tensors if tensor.requires_grad)
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    generators = [one.get_state() for one in attributes if isinstance(one, torch.Generator)]
+    own = [one.detach() for one in attributes if isinstance(one, Tensor)]
+    return [*(one.detach() for one in model.parameters()), *model.buffers(), *own, *generators]
+
+
+def step(
+    model: nn.Module, sample: Any, run: Callable[[Any, Any], Any] = lambda model, sample: model(sample)
+) -> list[Tensor | None]:
+    """Loss, gradients and tensors of the model after two steps' forward and backward passes."""
+    seed()
+    losses = []
+    for _ in range(2):
+        loss = loss_of(run(model, copy.deepcopy(sample)))
+        loss.backward()
+        losses.append(loss.detach())
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.cached = None
+    gradients = [one.grad for one in model.parameters()]
+    return [*losses, *gradients, *tensors_of(model), torch.rand(1)]
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.is_sparse:
+        return same(one.coalesce().indices(), other.coalesce().indices()) and same(
+            one.coalesce().values(), other.coalesce().values()
+        )
+    return torch.equal(one, other)
+
+
+def models() -> dict[str, tuple[Callable[[], nn.Sequential], Callable[[Tensor], Any]]]:
+    """By name, what makes a chain of four odd blocks after a plain one, and what makes its input of a tensor."""
+
+    def chain(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+        return lambda: nn.Sequential(*[make() for _ in range(4)])
+
+    found: dict[str, Any] = {}
+    for name, middle in MIDDLES.items():
+        found[name] = chain(lambda middle=middle: Block(middle)), lambda x: x
+    for name, make in MODULES.items():
+        found[f"module: {name}"] = (
+            lambda make=make: nn.Sequential(nn.Linear(WIDTH, WIDTH), *[make() for _ in range(4)]), lambda x: x
+        )  # fmt: skip
+    for name, (wrap, get, put) in PASSED.items():
+        found[f"passed: {name}"] = chain(lambda get=get, put=put: Passing(get, put)), wrap
+    return found

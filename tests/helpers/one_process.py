@@ -1,13 +1,11 @@
 """The reference: one process that computes each rank's batch in turn and averages the gradients.
 
-Every rank runs it by itself, without communication, and compares its own parameters with the result. Workloads are those of
-``hvd-ckpt compare``, or a test's own; so are reference and training.
+Every rank runs it by itself, without communication, and compares its own parameters with the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,6 @@ from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
-from hvd_ckpt.app.compare.reference import largest_difference, make_reference
-from hvd_ckpt.app.compare.runner.engines import HvdCkpt
-from hvd_ckpt.app.compare.training import train as train_cell
-from hvd_ckpt.app.compare.workloads import Workload
 
 WIDTH = 8
 SMALL = 0.0002  # MiB: a bucket per parameter of a chain
@@ -105,75 +98,3 @@ def difference(model: nn.Module, other: nn.Module) -> float:
         assert torch.isfinite(ours).all()
         largest = max(largest, (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0)
     return largest
-
-
-class Watched(HvdCkpt):
-    """The engine of ``hvd-ckpt compare`` with options of :class:`hvd_ckpt.DistributedOptimizer`, which keeps what it made.
-
-    Attributes:
-        model, optimizer: those of the training run.
-        steps: the reducer's statistics of each step.
-    """
-
-    model: nn.Module
-    optimizer: Any
-
-    def __init__(
-        self, clear: Callable[[nn.Module, Any], Callable[[], Any]] | None = None, **options: Any
-    ) -> None:
-        self.options = options  # type: ignore[misc]
-        self._clear = clear
-        self.steps: list[Any] = []
-        self.start(Path())
-
-    def wrap(self, model: nn.Module, optimizer: Any, passes: int = 1) -> tuple[nn.Module, Any]:
-        self.options = {"model": model, **self.options}  # type: ignore[misc]
-        self.model, self.optimizer = super().wrap(model, optimizer, passes)
-        if self._clear is not None:
-            self.optimizer.zero_grad = self._clear(self.model, self.optimizer)
-        return self.model, self.optimizer
-
-
-def check(
-    workload: Workload,
-    variant: str = "non-reentrant",
-    *,
-    steps: int = 5,
-    tolerance: float = 2e-6,
-    expected: Workload | None = None,
-    **options: Any,
-) -> Watched:
-    """Trains on all ranks and in one process: ranks must agree bit for bit, and with the reference within the tolerance.
-
-    Args:
-        tolerance: largest difference allowed, absolute.
-        expected: what one process trains, if not the same.
-        options: of the distributed optimizer, and ``clear``.
-    """
-    settings, engine = TrainingSettings(steps, seed=7), Watched(**options)
-    train_cell(
-        workload,
-        engine,
-        Cell("", variant, 3),
-        settings,
-        after_step=lambda step: engine.steps.append(engine.optimizer.reduction_stats.last),
-    )
-    if "shard" not in options:  # in shards late parts follow in further rounds
-        assert all(count == 1 for step in engine.steps for count in step.launches.values()), (
-            "a bucket left twice"
-        )
-    orders = [step.launch_order for step in engine.steps]
-    for others, weights in hc.allgather_object((orders, fingerprint(engine.model))):
-        for ours, theirs in zip(orders, others):  # ranks may have unequal numbers of steps
-            assert ours == theirs, "ranks launched buckets in different orders"
-            assert ours == sorted(ours) or "shard" in options, "buckets left in another order"
-        assert weights == fingerprint(engine.model), "ranks differ"
-    if workload.static and hc.size() > 1 and "shard" not in options:
-        assert not [step.late_gradients for step in engine.steps[1:] if step.late_gradients]
-    reference = make_reference(expected or workload, hc.size(), settings)
-    trained = {name: parameter.detach() for name, parameter in engine.model.named_parameters()}
-    distance, _, worst = largest_difference(trained, reference.parameters, reference.start)
-    assert distance <= tolerance, f"{worst} differs from one process by {distance}"
-    moved, _, _ = largest_difference(reference.start, reference.parameters, reference.start)
-    assert moved > 100 * tolerance, "the reference did not train"
-    return engine

@@ -16,5 +16,4 @@ class Residual(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        result: Tensor = x + scale * self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
-        return result
+        return x + scale * self.drop(self.down(functional.gelu(self.up(self.norm(x)))))

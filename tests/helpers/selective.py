@@ -46,5 +46,4 @@ def on_cpu(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    result: Tensor = hc.checkpoint(block, x)
-    return result
+    return hc.checkpoint(block, x)

@@ -16,13 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.ranges import Range
-from hvd_ckpt.snapshots.schema import TensorMetadata
+from hvd_ckpt.snapshots.schema import Range, rank_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 
@@ -36,10 +34,8 @@ def state_of(weights: dict[str, Any] | None, replicated: Any = None, per_rank: A
         if stored != name:
             aliases[name] = stored
             continue
-        spec = TensorSpec.of(tensor)
-        whole, flat = TensorMetadata.of(tensor.dtype, spec), spec.flatten(tensor)
         is_buffer = not (tensor.requires_grad or name.endswith("weight")) and name.count("running")
-        tensors[name] = Range(f"weights/{name}", 0, tensor.numel(), whole, flat, bool(is_buffer))
+        tensors[name] = Range.of(f"weights/{name}", tensor, bool(is_buffer))
     return SavedState(replicated, per_rank, list(tensors.values()), aliases)
 
 
@@ -62,20 +58,28 @@ def optimizer_state(
     ranges, state = [], {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name, spec = names[parameter], TensorSpec.of(parameter)
+            name = names[parameter]
             kept = state[name] = dict(optimizer.state[parameter])
             for key, value in optimizer.state[parameter].items():
                 if value.shape == parameter.shape:
                     kept[key] = None
-                    whole = TensorMetadata.of(value.dtype, spec)
-                    flat = spec.flatten(value)
-                    ranges.append(Range(f"optimizer.{key}/{name}", 0, whole.numel, whole, flat))
+                    ranges.append(Range.of(f"optimizer.{key}/{name}", value))
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     options = [
         {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
     values = {"state": state, "others": {}, "more": {}}
     return ranges, {"groups": groups, "options": options}, {"optimizer": values}
+
+
+def read_snapshot(path: Path, rank: int | None = None) -> reader.Snapshot:
+    """A snapshot of which this process has read all weights, and the plain values of its rank or another one."""
+    snapshot = reader.open_snapshot(Path(path))
+    if rank is not None:
+        there = rank < snapshot.manifest.replicas
+        vars(snapshot)["per_rank"] = snapshot.state(rank_file(snapshot.number_of(rank))) if there else None
+    _ = snapshot.replicated, snapshot.per_rank, snapshot.weights
+    return snapshot
 
 
 def found_in(folder: Path) -> Path | None:
@@ -87,7 +91,7 @@ def found_in(folder: Path) -> Path | None:
 def digest_of(path: Path) -> str:
     """The SHA-256 of the weights in a snapshot."""
     digest = hashlib.sha256()
-    for name, weight in sorted(reader.read(path, 0).weights.items()):
+    for name, weight in sorted(read_snapshot(path, 0).weights.items()):
         digest.update(name.encode() + weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -421,7 +421,7 @@ class Simulation:
             self.resize(storage, nbytes)
             return resized(storage, nbytes)
 
-        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        run_backward = torch.autograd._engine_run_backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with Functions(self):  # PyTorch leaves modes for the time of backward()
@@ -476,7 +476,7 @@ def simulated(without: Site | None = None) -> Iterator[Simulation]:
 @contextlib.contextmanager
 def own_stream() -> Iterator[None]:
     """Within it another stream is the current one, which is ordered with the one outside at the begin and at the end."""
-    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(outside)
     with torch.cuda.stream(stream):
         yield

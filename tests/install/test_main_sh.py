@@ -219,7 +219,9 @@ def test_help_needs_nothing(copy: Copy) -> None:
 
 def test_a_folder_without_wheels(copy: Copy) -> None:
     copy.add_python()
-    copy.assert_refused(copy.run("gpu", "--offline", "none"), "'none' holds no wheels", "--fill")
+    copy.assert_refused(
+        copy.run("gpu", "--offline", "none"), "'none' holds no wheels", "tests/gpu/offline.py"
+    )
 
 
 def test_wheels_of_a_folder_are_installed_once_without_an_index(environment: Copy) -> None:

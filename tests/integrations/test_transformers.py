@@ -116,22 +116,6 @@ def test_fine_tuning_bert_with_evaluation(folder) -> None:
     assert trainer.is_world_process_zero() == (hc.rank() == 0)
 
 
-@pytest.mark.ranks(gloo=(1, 2))
-def test_the_schedule_that_was_given_is_that_of_the_steps(folder) -> None:
-    class See(transformers.TrainerCallback):
-        def __init__(self) -> None:
-            self.rates: list[float] = []
-
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **others) -> None:
-            self.rates.append(optimizer.param_groups[0]["lr"])
-
-    model, seen = bert(), See()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trained(folder, model, Rows(), extra={"optimizers": (optimizer, schedule), "callbacks": [seen]})
-    assert seen.rates == [0.1, 0.05, 0.025, 0.0125, 0.00625]
-
-
 def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
     """Rows have different numbers of tokens: one step is that of one process on all rows."""
     data, model = Rows(4 * hc.size(), causal=True), causal()
@@ -198,23 +182,6 @@ def test_generation_during_evaluation(folder) -> None:
     assert len(shapes[0]) == 2 and shapes[0][0] == len(data)  # tokens, not logits
 
 
-@pytest.mark.parametrize("shard, checkpointing", [("none", True), ("parameters", False)])
-def test_a_resume_in_the_same_bits(folder, shard: str, checkpointing: bool) -> None:
-    """With dropout, gradient checkpointing and a schedule, in the middle of an epoch."""
-    extra, settings = (
-        {"shard": shard},
-        {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": 1},
-    )
-    data = Rows(causal=True)
-    whole = trained(folder, causal(0.1), data, extra=extra, save_strategy="steps", save_steps=4, **settings)
-    path = folder / "run" / "checkpoint-4"
-    assert len(list(path.glob("rng_state*.pth"))) == hc.size()
-    resumed = trained(folder, causal(0.1), data, resume=str(path), seed=50, extra=extra, **settings)
-    same_bits(resumed.model, whole.model)
-    stored = torch.load(path / "training_args.bin", weights_only=False)
-    assert type(stored) is transformers.TrainingArguments
-
-
 class Asks(transformers.TrainerCallback):
     """Asks for a stop before the third step: rank 1 by a signal, or rank 0 by the file."""
 
@@ -230,7 +197,7 @@ class Asks(transformers.TrainerCallback):
 
 @pytest.mark.parametrize("way, shard", [("signal", "none"), ("file", "parameters")])
 def test_a_request_to_one_rank_stops_all_with_a_checkpoint(folder, monkeypatch, way: str, shard: str) -> None:
-    monkeypatch.setattr("hvd_ckpt.snapshots.stopping.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.processes.stopping.LOOK_SECONDS", 0.0)
     data = Rows(causal=True)
     extra = {"shard": shard}
     whole = trained(folder, causal(0.1), data, extra=extra)
@@ -240,6 +207,9 @@ def test_a_request_to_one_rank_stops_all_with_a_checkpoint(folder, monkeypatch, 
         trained(folder, causal(0.1), data, extra={**extra, "callbacks": [stop, Asks(way)]})
     assert ended.value.code == (128 + signal.SIGTERM if way == "signal" else 0)
     assert signal.getsignal(signal.SIGTERM) is handler and not (folder / "run" / "stop").exists()
+    assert len(list(Path(stop.checkpoint).glob("rng_state*.pth"))) == hc.size()
+    stored = torch.load(Path(stop.checkpoint, "training_args.bin"), weights_only=False)
+    assert type(stored) is transformers.TrainingArguments
     resumed = trained(folder, causal(0.1), data, resume=stop.checkpoint, seed=50, extra=extra)
     same_bits(resumed.model, whole.model)
 
@@ -249,11 +219,6 @@ def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner
     plain = trained(folder, causal(0.1), data)
     same_bits(trained(folder, causal(0.1), data, gradient_checkpointing=True).model, plain.model)
     same_bits(trained(folder, causal(0.1), data, extra={"budget": "0.8x"}).model, plain.model)
-
-
-def test_bf16(folder) -> None:
-    trainer = trained(folder, causal(), Rows(causal=True), bf16=True)
-    hc.verify(trainer.model)
 
 
 class Normed(torch.nn.Module):
@@ -332,15 +297,6 @@ def decided(folder: Any, model: Any = None, shard: str = "none", **settings: Any
     return trainer
 
 
-@pytest.mark.ranks(gloo=(2,), mpi=(2,))
-def test_each_sample_is_seen_once(folder) -> None:
-    data = Points(16)
-    trainer = Trainer(Normed(), arguments(folder, max_steps=-1, num_train_epochs=1), train_dataset=data)
-    trainer.train()
-    assert sorted(number for part in hc.allgather_object(data.seen) for number in part) == list(range(16))
-    assert trainer.accelerator.num_processes == 1 and trainer.state.global_step == 4
-
-
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_ranks_choose_the_same_best_model_and_load_it(folder, shard: str) -> None:
     best = {} if shard == "parameters" else {"load_best_model_at_end": True}
@@ -356,13 +312,6 @@ def test_ranks_choose_the_same_best_model_and_load_it(folder, shard: str) -> Non
 def test_ranks_stop_early_together(folder, shard: str) -> None:
     trainer = decided(folder, shard=shard, callbacks=[transformers.EarlyStoppingCallback(2)])
     assert trainer.state.global_step < 30
-
-
-def test_a_plateau_is_found_by_all_ranks(folder) -> None:
-    trainer = decided(
-        folder, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1, "factor": 0.5}
-    )
-    assert trainer.optimizer.param_groups[0]["lr"] < 0.03
 
 
 def test_an_evaluation_leaves_each_rank_its_own_statistics(folder) -> None:

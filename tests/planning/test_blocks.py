@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.app.models.densenet import densenet
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.candidates import candidates, estimate
 from hvd_ckpt.planning.trace import trace
@@ -65,19 +64,6 @@ def test_stages_are_opened():
         ("2.1.0",),
         ("2.1.1",),
     ]
-
-
-def test_densenet_gives_every_layer():
-    model = densenet(22, classes=10)
-    members = names_of(model, torch.randn(2, 3, 32, 32))
-    assert len(members) > 9
-    assert all(len(block) == 1 for block in members[1:-1])
-    parameters = {id(parameter) for parameter in model.parameters()}
-    modules = dict(model.named_modules())
-    for block in members:
-        for name in block:
-            parameters -= {id(parameter) for parameter in modules[name].parameters()}
-    assert not parameters  # nothing that has weights is left out
 
 
 def test_lists_are_taken_in_the_order_of_the_forward_pass():
@@ -178,11 +164,3 @@ def test_candidates_in_halves():
         whole = estimate(traced, selective.dropped)
         assert estimate(traced, selective.dropped, selective.breaks).working < 0.9 * whole.working
         assert "in two parts" in policy.title
-
-
-def test_compression_is_tried_where_masks_are_kept():
-    chain = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
-    titles = [
-        policy.title for policy in candidates(trace(chain, (torch.randn(64, 16, requires_grad=True),), {}))
-    ]
-    assert any(title.endswith("compress") for title in titles)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -73,38 +72,6 @@ def best_points(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return best
 
 
-def exhaustive(chain: list[Block]) -> list[tuple[int, float]]:
-    """The best peaks and seconds of all schedules, where there are too many to list: of every level of every
-    sub-chain, all peaks and seconds that are not beaten."""
-
-    @functools.cache
-    def level(first: int, last: int, waiting: int, inside: bool) -> list[tuple[int, float]]:
-        if first > last:
-            return [(0, 0.0)]
-        found = []
-        for choice in chain[first].choices:
-            own = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
-            for peak, seconds in level(first + 1, last, waiting, False):
-                found.append((max(own, choice.kept + peak), choice.seconds + seconds))
-        first_pass, forward = 0, 0.0
-        for end in range(first, last + (not inside)) if in_joined_run(chain, first) else ():
-            boundary = chain[end - 1].output if end > first else 0
-            working = max(chain[end].forward_working, chain[end].output)
-            first_pass = max(first_pass, boundary + working)
-            forward += chain[end].forward_seconds
-            output = chain[end].output
-            for (peak, seconds), (again, recomputing) in itertools.product(
-                level(end + 1, last, waiting, False), level(first, end, output, True)
-            ):
-                highest = max(waiting + first_pass, output + peak, again)
-                found.append((highest, forward + seconds + recomputing))
-            if not chain[end].joins_next:
-                break
-        return best_points(found)
-
-    return level(0, len(chain) - 1, 0, False)
-
-
 def check_against(
     chain: list[Block], best: list[tuple[int, float]], budgets: int, rng: random.Random
 ) -> None:
@@ -149,47 +116,27 @@ def test_simulate_by_hand():
     assert simulate(mixed, [Segment((Run(0, 0), Run(1, 0))), Run(2, 0)])[0] == 3 + 12 + 8
 
 
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        ([Run(0, 0)], "end before block 1 of 3"),
-        ([Run(0, 0), Run(2, 0)], "block 2 comes where block 1"),
-        ([Run(0, 0), Segment((Run(1, 0), Run(2, 0)))], "blocks 1 and 2, which do not join"),
-        ([Run(0, 0), Run(1, 1), Run(2, 0)], "block 1 has no choice 1"),
-        ([Run(index, 0) for index in range(4)], "block 3 comes where block 3 of 3"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_the_chain_is_refused(items, message):
-    chain = [block((1.0, 1, 1, 1), joins=joins) for joins in (True, False, True)]
-    with pytest.raises(ValueError, match=message):
-        simulate(chain, items)
-
-
 # --- the best of all schedules ---
 
 
 @pytest.mark.parametrize(
     ("blocks", "choices", "joined", "chains"),
-    [(1, 3, 1.0, 20), (2, 2, 0.8, 100), (3, 2, 0.8, 60), (4, 1, 1.0, 30), (5, 2, 0.0, 30)],
+    [
+        (1, 3, 1.0, 20),
+        (2, 6, 0.7, 60),
+        (3, 2, 0.8, 100),
+        (4, 2, 0.9, 20),
+        (5, 1, 1.0, 60),
+        (5, 4, 0.0, 30),
+        (6, 1, 0.9, 20),
+    ],
 )
-def test_best_of_all_schedules_simulated(blocks, choices, joined, chains):
+def test_best_of_all_schedules(blocks, choices, joined, chains):
     rng = random.Random(blocks)
     for _ in range(chains):
         chain = random_chain(rng, blocks, choices, joined)
         points = [simulate(chain, items) for items in schedules(chain, 0, blocks - 1)]
-        assert best_points(points) == exhaustive(chain)
         check_against(chain, best_points(points), 3, rng)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "choices", "joined", "chains"),
-    [(5, 3, 1.0, 150), (6, 4, 0.0, 100), (4, 6, 0.7, 150), (7, 1, 0.9, 60)],
-)
-def test_best_of_all_schedules(blocks, choices, joined, chains):
-    rng = random.Random(blocks * choices)
-    for _ in range(chains):
-        chain = random_chain(rng, blocks, choices, joined)
-        check_against(chain, exhaustive(chain), 1, rng)
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,51 +180,6 @@ def test_a_budget_is_never_exceeded(seed, blocks, joined, share, casts):
 # --- peers and known optima ---
 
 
-def rotor(chain: list[Block], budget: int, slots: int) -> float:
-    """The dynamic program of Beaumont et al. (2019) with one choice per block, each byte count rounded up to
-    one of ``slots`` parts of the budget; seconds, or infinity."""
-    size, last = -(-budget // slots), len(chain) - 1
-
-    def up(count: int) -> int:
-        return -(-count // size)
-
-    @functools.cache
-    def opt(s: int, t: int, memory: int) -> float:
-        if s > t:
-            return 0.0
-        waiting = chain[t].output if t < last else 0
-        keep = chain[s].choices[0]
-        best = math.inf
-        if memory >= up(max(waiting + keep.forward_peak, keep.backward_peak, keep.kept)):
-            best = keep.seconds + opt(s + 1, t, memory - up(keep.kept))
-        forward, working = 0.0, 0
-        for k in range(s + 1, t + 1):
-            boundary = chain[k - 2].output if k - 1 > s else 0
-            working = max(working, boundary + chain[k - 1].forward_working)
-            forward += chain[k - 1].forward_seconds
-            free = memory - up(chain[k - 1].output)
-            if memory >= up(waiting + working) and free >= 0:
-                best = min(best, forward + opt(k, t, free) + opt(s, k - 1, memory))
-        return best
-
-    return opt(0, last, budget // size)
-
-
-@pytest.mark.parametrize("choices", [1, 3])
-def test_never_slower_than_rotor(choices):
-    rng = random.Random(choices)
-    feasible = 0
-    for _ in range(12):
-        chain = network(rng, rng.randint(3, 14), choices, True)
-        everything, solver = keep_all(chain), Solver(chain)
-        for share in (0.15, 0.3, 0.5, 0.8, 1.0):
-            seconds = rotor(chain, int(share * everything), 60)
-            if math.isfinite(seconds):
-                feasible += 1
-                assert solver.solve(int(share * everything)).seconds <= WITHIN * seconds
-    assert feasible > 30
-
-
 @pytest.mark.parametrize("blocks", [16, 64])
 def test_square_root_of_the_memory_costs_one_forward(blocks):
     """Chen et al. (2016): n equal blocks in segments of sqrt(n) need about 2 sqrt(n) boundaries."""
@@ -290,29 +192,6 @@ def test_square_root_of_the_memory_costs_one_forward(blocks):
 
 
 # --- long chains ---
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_many_different_blocks(joins):
-    chain = network(random.Random(0), 50, 5, joins)
-    everything, solver = keep_all(chain), Solver(chain)
-    last = math.inf
-    for share in (0.1, 0.3, 0.6):
-        solution = solver.solve(int(share * everything))
-        assert (solution.peak, solution.seconds) == simulate(chain, solution.items)
-        assert 0.97 * share * everything < solution.peak <= share * everything
-        assert solution.seconds < last
-        last = solution.seconds
-
-
-def test_joining_never_hurts_and_reaches_less_memory():
-    rng = random.Random(4)
-    chain = network(rng, 30, 3, False)
-    apart, joined = Solver(chain), Solver(network(random.Random(4), 30, 3, True))
-    assert joined.smallest.peak < 0.8 * apart.smallest.peak
-    for share in (0.3, 0.5, 0.7):
-        budget = int(share * keep_all(chain))
-        assert joined.solve(budget).seconds <= WITHIN * apart.solve(budget).seconds
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -1,15 +1,15 @@
-"""Planted faults: each patch beside this file puts one into a copy of the repository, where a test must fail.
+"""Planted faults: each is put into a copy of the repository, where a test must fail.
 
-    python tests/planted/run.py                        all of them
-    python tests/planted/run.py recompute snapshots    those of some rooms, or some patches
+    python tests/planted/run.py                               all of them
+    python tests/planted/run.py recompute "damaged snapshot"  those of some rooms, or with some words
 
-A patch begins with a sentence that says what is wrong, and the command whose tests find it. Prints the faults that nothing
-finds, and ends with status 1 if there are any.
+The files beside this one have those of a room each. A line after ``$`` is the command whose tests find the faults that follow; a
+fault is a sentence that says what is wrong, a file, and lines as in a patch. What is taken out must be there once: lines around
+it say where, if it is there more often. Prints the faults that nothing finds, and ends with status 1 if there are any.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from controllers import HOROVODRUN
@@ -30,22 +31,48 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "runs", "*.egg-in
 SECONDS = 300.0
 
 
-def chosen(names: Sequence[str]) -> Iterator[Path]:
-    for name in names or [""]:
-        place = HERE / name
-        yield from sorted(place.rglob("*.patch")) if place.is_dir() else [place.with_suffix(".patch")]
+class Fault(NamedTuple):
+    """A fault, and the command that finds it; ``right`` are the lines of ``file`` in whose place it has ``wrong``."""
+
+    what: str
+    room: str
+    command: str
+    file: str
+    right: str
+    wrong: str
 
 
-def outcome(patch: Path, copy: Path, environment: dict[str, str]) -> str:
+def faults() -> Iterator[Fault]:
+    """All of them."""
+    for path in sorted(HERE.glob("*.patch")):
+        command = ""
+        for paragraph in path.read_text().strip().split("\n\n"):
+            what, *rest = paragraph.splitlines()
+            if what.startswith("$ "):
+                command = what[2:]
+                continue
+            file, *lines = rest
+            right, wrong = (
+                "".join(f"{line[1:]}\n" for line in lines if line[0] in f" {sign}") for sign in "-+"
+            )
+            yield Fault(what, path.stem, command, file, right, wrong)
+
+
+def planted(fault: Fault, text: str) -> str | None:
+    """The text of a file with a fault, or None if that has no place there."""
+    text, right = f"\n{text}", f"\n{fault.right}"
+    return text.replace(right, f"\n{fault.wrong}")[1:] if text.count(right) == 1 else None
+
+
+def outcome(fault: Fault, copy: Path, environment: dict[str, str]) -> str:
     """``found``, or why a fault was not."""
-    text = patch.read_text()
-    command = text.splitlines()[1]
-    apply = functools.partial(subprocess.run, input=text, cwd=copy, capture_output=True, text=True)
-    done = apply(["git", "apply"])
-    if done.returncode:
-        return f"the patch does not apply: {done.stderr.strip().splitlines()[-1]}"
+    file = copy / fault.file
+    text = file.read_text()
+    if (wrong := planted(fault, text)) is None:
+        return f"its lines are not in {fault.file}, or more than once"
+    file.write_text(wrong)
     try:
-        words = shlex.split(command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
+        words = shlex.split(fault.command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
         words = [sys.executable if word == "python" else word for word in words]
         done = subprocess.run(
             words, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
@@ -53,7 +80,7 @@ def outcome(patch: Path, copy: Path, environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         return f"the tests did not end within {SECONDS:g} seconds"
     finally:
-        apply(["git", "apply", "--reverse"], check=True)
+        file.write_text(text)
     if done.returncode and re.search(r"^FAILED |\n\S+::test_\S+\n|\b\d+ failed", done.stdout + done.stderr):
         return "found"
     said = (done.stdout + done.stderr).strip().splitlines()
@@ -62,17 +89,21 @@ def outcome(patch: Path, copy: Path, environment: dict[str, str]) -> str:
 
 def main(names: Sequence[str]) -> int:
     missed = 0
-    patches = list(chosen(names))
+    chosen = [
+        fault
+        for fault in faults()
+        if not names or any(name == fault.room or name in fault.what for name in names)
+    ]
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_planted_") as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=LEFT_OUT))
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         with fork_server(environment, ours=False) as variables:
-            for patch in patches:
-                said = outcome(patch, copy, {**environment, **variables})
+            for fault in chosen:
+                said = outcome(fault, copy, {**environment, **variables})
                 missed += said != "found"
-                print(f"{patch.relative_to(HERE).with_suffix('')}: {said}", flush=True)
-    print(f"{len(patches) - missed} of {len(patches)} planted faults were found")
-    return 1 if missed else 0
+                print(f"{fault.room}: {fault.what} {said}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} planted faults were found")
+    return 1 if missed or not chosen else 0
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ from click.testing import CliRunner
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.layout import layout as command
+from hvd_ckpt.app.cli.layout import choose, layout as command
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.app.training import trial
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.planning.chain import Run, simulate
-from hvd_ckpt.prediction.computation import Sample, counted, measured
+from hvd_ckpt.planning.step import Sample
+from hvd_ckpt.prediction.computation import counted, measured
 from hvd_ckpt.prediction.layouts import Job
 from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.training_layout import LayoutRow
+from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 
 SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
 MIB = 1 << 20
@@ -37,7 +39,7 @@ def counting(tflops: float) -> Job:
     def sample(samples: int) -> Sample:
         return Sample((torch.zeros(samples, SIZES["length"], dtype=torch.long, device="meta"),), {}, None)
 
-    return Job(model, 1, 0, 1, DEFAULT, sample).counted(tflops)
+    return Job(model, 1, 0, 1, DEFAULT, sample, tflops=tflops)
 
 
 def job(
@@ -147,12 +149,44 @@ def test_counted_computation_is_near_the_measured_one(quick_planner: None) -> No
     assert len(by_hand.names) == len(real.names)
 
 
+def test_a_layout_that_is_too_large_when_it_is_tried_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, none = (
+        LayoutRow(TrainingLayout(2, micro_batches=count), fits, 1, seconds=seconds)
+        for count, fits, seconds in ((1, True, 3.0), (2, True, 1.0), (4, False, 0.0))
+    )
+    peaks = {"2": 20, "1": 5}
+    asked: list[str] = []
+
+    def compared(candidates, unrecorded, memory, say, steps):
+        asked.extend(each["accumulate"] for each in candidates)
+        return [trial.Trial(1.0, peaks[each["accumulate"]]) for each in candidates]
+
+    monkeypatch.setattr(trial, "compared", compared)
+
+    def chosen(memory: int) -> LayoutRow | None:
+        settings = {row: {"accumulate": str(row.layout.micro_batches)} for row in (slow, fast)}
+        return choose([fast, slow, none], 8, settings.__getitem__, memory, print)[0]
+
+    assert chosen(20) == fast and asked == ["2"]
+    assert chosen(10) == slow and asked[1:] == ["2", "1"]
+    assert chosen(4) is None
+
+
+def test_parts_need_the_whole_weights_until_they_are_compared_with_them() -> None:
+    weights = sum(parameter.nbytes for parameter in job(1).model.parameters())
+    parts = [row for row in job(4000).rows() if row.layout.tensor > 1 and row.layout.stages == 1]
+    assert parts and all(row.peak > weights * (1 + 1 / row.layout.tensor) for row in parts)
+
+
 OWN = """
 import torch
 
 def make(batch=8):
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
     return torch.nn.Sequential(*layers), (torch.randn(batch, 64),), lambda output: output.square().mean()
+
+def no_chain(batch=8):
+    return torch.nn.Linear(64, 64), (torch.randn(batch, 64),), lambda output: output.square().mean()
 """
 
 
@@ -200,6 +234,13 @@ def test_a_plan_within_the_memory_keeps_results(tmp_path) -> None:
     ]
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(command, ["--model", "own_layouts:no_chain", *given[2:]])
+    assert result.exit_code == 2
+    assert (
+        result.output.strip()
+        .splitlines()[-1]
+        .startswith("Error: --ranks 2: a layout cannot be predicted, since")
+    )
     budget = Config.make(yaml.safe_load(file.read_text())).budget
     assert budget is not None and not budget.chunk_head
 

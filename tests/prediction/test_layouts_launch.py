@@ -27,7 +27,7 @@ def test_the_command_trains_with_the_best_and_writes_it(tmp_path: Path) -> None:
         "layers=2",
         "--model-option",
         "width=32",
-        "--length",
+        "--sequence-length",
         "16",
     ]
     options = ["--batch", "2", "--memory", "64MiB", "--try", "2", "--output", str(file)]

@@ -15,7 +15,8 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import ModelSizes, Split
+from hvd_ckpt.prediction.step_time import ModelSizes
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
 pytestmark = pytest.mark.ranks(gloo=(2, 4))
 
@@ -58,8 +59,8 @@ def counting() -> Iterator[list[Operation]]:
 def test_a_step_sends_what_follows_from_sizes(way: str) -> None:
     torch.manual_seed(0)
     model = gpt(**GPT, checkpoint_interval=1)
-    sizes = ModelSizes(model, [0.0] * len(model), [0.0] * len(model))
-    predicted = sizes.step(way, Split(hc.size(), every=EVERY, cap=CAP_MB << 20), Network()).operations
+    sizes = ModelSizes(model, [0.0] * len(model), [0.0] * len(model), cap=CAP_MB << 20)
+    predicted = sizes.step(way, TrainingLayout(hc.size(), every=EVERY), Network()).operations
     bare, named = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.named_parameters())
     if way == "local":
         optimizer: Any = hc.LocalSGD(bare, named_parameters=named, every=EVERY)

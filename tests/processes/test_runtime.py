@@ -14,8 +14,10 @@ from hvd_ckpt.processes import runtime
 IMPORTS = """
 import json, os, sys, warnings
 import torch
+import torch._dynamo  # of optimizers
 import hvd_ckpt as hc
 from hvd_ckpt.processes import runtime
+hc.DistributedOptimizer, hc.broadcast_parameters, hc.allreduce  # imports them once, for all cases
 """
 FIRST = """
 report = {"imported": "mpi4py.MPI" in sys.modules, "errors": []}

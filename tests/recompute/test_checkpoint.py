@@ -216,18 +216,6 @@ def test_a_keyword_tensor_changed_in_place_is_an_error():
         y.sum().backward()
 
 
-@VARIANTS
-def test_same_tensor_returned_twice(run):
-    def function(x):
-        y = x * 2
-        return y, y
-
-    x = torch.ones(2, requires_grad=True)
-    first, second = run(function, x)
-    (first * 5 + second * 7).sum().backward()
-    assert x.grad.tolist() == [24.0, 24.0]
-
-
 @EVERY_KIND
 def test_parameters_that_are_not_used_or_behind_an_unused_output_have_no_gradient(run):
     used, behind, unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
@@ -255,48 +243,6 @@ def test_no_arguments_at_all(run):
     assert len(runs) == 2
 
 
-@EVERY_KIND
-def test_frozen_first_segment(run):
-    frozen, trained = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
-    hidden = run(frozen, torch.randn(2, 3))
-    assert not hidden.requires_grad
-    run(trained, hidden).sum().backward()
-    assert frozen.weight.grad is None
-    assert trained.weight.grad is not None
-
-
-@EVERY_KIND
-def test_adapters_in_frozen_layers_train(run):
-    """As those of LoRA, with an input that needs no gradient."""
-    layers = nn.Sequential(*(nn.Linear(3, 3).requires_grad_(False) for _ in range(2)))
-    adapters = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
-
-    @of(layers, adapters)
-    def adapted(x):
-        for layer, adapter in zip(layers, adapters):
-            x = layer(x) + adapter(x).tanh()
-        return x
-
-    x = torch.randn(2, 3)
-    adapted(x).sum().backward()
-    expected = [parameter.grad for parameter in adapters.parameters()]
-    adapters.zero_grad()
-    run(adapted, x).sum().backward()
-    for parameter, gradient in zip(adapters.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-    assert all(parameter.grad is None for parameter in layers.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:None of the results")
-@VARIANTS
-def test_parameters_within_reach_but_not_used(run):
-    both = nn.ModuleList([nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)])
-    hidden = run(lambda x: both[0](x).sin(), torch.randn(2, 3))
-    both[1](hidden).sum().backward()
-    assert both[0].weight.grad is None
-    assert both[1].weight.grad is not None
-
-
 @pytest.mark.parametrize(
     "hide",
     [lambda layers: ([[[layers]]], layers), lambda layers: (SimpleNamespace(layers=layers), layers)],
@@ -313,14 +259,6 @@ def test_modules_to_which_several_ways_lead(run, hide):
     x = torch.randn(4, 3, requires_grad=True)
     run(function, x).sum().backward()
     assert norm.num_batches_tracked == 1
-
-
-def test_result_that_does_not_depend_on_the_input():
-    x, other = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-    y = checkpoint(lambda x: x.detach().sin(), x)
-    (y * other).sum().backward()
-    assert x.grad is None
-    assert torch.equal(other.grad, x.detach().sin())
 
 
 @pytest.mark.parametrize("run", [reentrant, by_function])
@@ -350,44 +288,6 @@ def test_a_reentrant_region_that_is_recomputed_for_nothing_warns():
     assert head.weight.grad is not None
 
 
-@EVERY_KIND
-def test_two_backward_passes_through_one_region(run):
-    def train(run):
-        torch.manual_seed(2)
-        model = mlp()
-        x = torch.randn(5, 6, requires_grad=True)
-        y = run(model, x)
-        y.sum().backward(retain_graph=True)
-        y.square().sum().backward()
-        return [*gradients(model), x.grad]
-
-    assert_same(train(plainly), train(run))
-
-
-def test_autograd_grad_and_gradients_of_gradients():
-    model = mlp().eval()
-    x = torch.randn(2, 6, requires_grad=True)
-
-    def penalty(y):
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(slope.square().sum(), x)
-        return second
-
-    assert torch.equal(penalty(model(x)), penalty(checkpoint(model, x)))
-
-
-def test_gradients_computed_inside_the_function():
-    def function(x):
-        y = x.sin().exp()
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y * slope
-
-    x = torch.randn(3, requires_grad=True)
-    (expected,) = torch.autograd.grad(function(x).sum(), x)
-    checkpoint(function, x, early_stop=False).sum().backward()
-    assert torch.allclose(x.grad, expected)
-
-
 def test_early_stop_and_context_fn_reach_pytorch():
     entered, steps = [], []
 
@@ -410,18 +310,6 @@ def test_early_stop_and_context_fn_reach_pytorch():
     steps.clear()
     checkpoint(function, x, early_stop=False).sum().backward()
     assert steps == [1, 2, 1, 2]
-
-
-def test_debug_shows_the_operators():
-    runs = []
-
-    def function(x):
-        runs.append(None)
-        return x.sin() if len(runs) == 1 else x[:1].sin()
-
-    x = torch.randn(3, requires_grad=True)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="aten"):
-        checkpoint(function, x, debug=True).sum().backward()
 
 
 def test_selective_checkpointing_with_a_remembered_value():

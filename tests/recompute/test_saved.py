@@ -40,9 +40,9 @@ def check(tensor: torch.Tensor, nbytes: int | None) -> None:
         assert compressed is None
         return
     assert compressed is not None
-    assert compressed.nbytes == nbytes < tensor.nbytes
+    assert compressed.payload.nbytes == nbytes < tensor.nbytes
     assert compressed.dtype == tensor.dtype
-    for restored in (compressed.restore(), compressed.restore()):
+    for restored in (compressed.get(), compressed.get()):
         assert same_bits(restored, tensor)
         assert not restored.requires_grad
         restored.zero_()  # its own memory: the next is not affected
@@ -128,7 +128,7 @@ def test_what_was_saved_by_dropout_itself_fits():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         F.dropout(torch.randn(64, 64, requires_grad=True), 0.1)
-    assert any(compressed is not None and compressed.nbytes == 512 for compressed in saved)
+    assert any(compressed is not None and compressed.payload.nbytes == 512 for compressed in saved)
 
 
 def test_through_a_backward_pass_on_autograds_threads():
@@ -138,7 +138,7 @@ def test_through_a_backward_pass_on_autograds_threads():
 
     def unpack(packed):
         compressed, tensor = packed
-        return tensor if compressed is None else compressed.restore()
+        return tensor if compressed is None else compressed.get()
 
     gradients = []
     for hooks in (False, True):
@@ -176,7 +176,7 @@ def test_through_a_backward_pass_on_autograds_threads():
 def test_views_and_strides(change):
     tensor = change(F.dropout(torch.ones(20, 24), 0.5))
     compressed = compress(tensor)
-    restored = compressed.restore()
+    restored = compressed.get()
     assert same_bits(restored, tensor)
     dense = tensor.numel() and tensor.clone().stride() == tensor.stride()
     assert restored.stride() == tensor.stride() if dense else restored.is_contiguous()
@@ -186,7 +186,7 @@ def test_memory_that_is_not_there_is_not_saved():
     assert compress(torch.ones(1, 1).expand(64, 1)) is None  # four bytes; one bit per element would be eight
     assert compress(torch.empty(0, 5)) is None
     assert compress(torch.tensor(True)) is None
-    assert compress(torch.tensor(0.0)).nbytes == 1
+    assert compress(torch.tensor(0.0)).payload.nbytes == 1
 
 
 def test_other_kinds_of_tensors_are_left_alone():

@@ -32,8 +32,7 @@ class Counted(nn.Module):
             self.recomputations += 1
         else:
             self.first_passes += 1
-        out: torch.Tensor = self.linear(x).tanh().sin()
-        return out
+        return self.linear(x).tanh().sin()
 
 
 def chain(length: int = 5) -> nn.Sequential:
@@ -114,8 +113,7 @@ class Together(nn.Module):
 
     def forward(self, parts: Any) -> torch.Tensor:
         left, right, count = parts
-        out: torch.Tensor = left * right * count
-        return out
+        return left * right * count
 
 
 @VARIANTS
@@ -162,9 +160,9 @@ def test_bad_segments(segments: Any, error: type[Exception], message: str) -> No
 
 def test_bad_functions() -> None:
     with pytest.raises(TypeError, match="sequence of callables, got Linear"):
-        checkpoint_sequential(nn.Linear(2, 2), 1, torch.randn(1, 2))  # type: ignore[arg-type]
+        checkpoint_sequential(nn.Linear(2, 2), 1, torch.randn(1, 2))
     with pytest.raises(TypeError, match="Layer 1 cannot be called: it is of type int"):
-        checkpoint_sequential([torch.sin, 3], 1, torch.randn(1, 2))  # type: ignore[list-item]
+        checkpoint_sequential([torch.sin, 3], 1, torch.randn(1, 2))
     with pytest.raises(TypeError, match="None of the 2 layers accepts the keyword argument 'mask'"):
         checkpoint_sequential([nn.ReLU(), nn.ReLU()], 1, torch.randn(2), mask=None)
 
@@ -241,7 +239,7 @@ def test_module_keeps_names_and_state() -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())
-    assert model.stem is plain.stem  # type: ignore[comparison-overlap]
+    assert model.stem is plain.stem
     assert isinstance(model, nn.Sequential)
     assert "segments=2" in repr(model)
     assert CheckpointSequential(plain.eval(), 2).training is False
@@ -258,7 +256,7 @@ def test_module_with_a_layer_used_twice() -> None:
     expected = layer.weight.grad
     layer.zero_grad()
     model(x).sum().backward()
-    assert torch.allclose(layer.weight.grad, expected)  # type: ignore[arg-type]
+    assert torch.allclose(layer.weight.grad, expected)
 
 
 @VARIANTS
@@ -297,7 +295,7 @@ def test_module_refuses_what_it_would_not_run() -> None:
     with pytest.raises(TypeError, match="Own has a forward of its own"):
         CheckpointSequential(Own(nn.ReLU()), 1)
     with pytest.raises(TypeError, match="layer 0 is of type"):
-        CheckpointSequential([torch.sin], 1)  # type: ignore[list-item]
+        CheckpointSequential([torch.sin], 1)
 
 
 class Pair(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from call_names import names_of_calls
-from selective import checkpointed, drop_all, on_cpu, selectively, some
+from selective import checkpointed, drop_all, on_cpu, selectively
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,74 +70,10 @@ def test_tensor_changed_after_it_was_saved_never_gives_a_wrong_gradient(
     assert errors
 
 
-def sparse(x: Tensor) -> Tensor:
-    return torch.sparse.mm(torch.eye(4).to_sparse(), x.sin()) * x
-
-
-def generator(x: Tensor) -> Tensor:
-    noise = torch.Generator().manual_seed(3)
-    mask = torch.bernoulli(x.detach().sigmoid(), generator=noise)
-    return x.sin() * mask * torch.rand(4, 4, generator=noise)
-
-
-def gradient_inside(x: Tensor) -> Tensor:
-    y = x.sin() * x
-    (slope,) = torch.autograd.grad(y.exp().sum(), y, create_graph=True)
-    return slope * x
-
-
-def behind_the_counters(x: Tensor) -> Tensor:
-    y, z = x.sin(), x.cos()
-    y.data.mul_(0.5)
-    z.data = z.detach() * 3
-    return y * z * x
-
-
-def chosen_kernel(x: Tensor) -> Tensor:
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return F.scaled_dot_product_attention(x[None], (x * 2)[None], x.sin()[None])
-
-
-def renormalized(x: Tensor) -> Tensor:
-    return F.embedding(torch.tensor([[0, 1], [2, 3]]).t(), x * 2, max_norm=1.0) * 2
-
-
-def not_needing_grad_before(x: Tensor) -> Tensor:
-    return torch.ones(4, 4).mul(2).div_(x.exp()).pow_(x.sigmoid()) * x
-
-
-def out_argument(x: Tensor) -> Tensor:
-    mask = torch.ones(4, 4).mul(2)
-    y = x + mask
-    torch.mul(mask, 3, out=mask)
-    return y * mask * y.sin()
-
-
-def python_operators(x: Tensor) -> Tensor:
-    mask, bits = x > 0, torch.arange(16).view(4, 4)
-    y = x.sin() + mask + bits
-    mask &= x < 1
-    bits ^= 3
-    bits <<= 1
-    y **= 2
-    return y.cos() * mask * bits
-
-
 @torch.library.custom_op("hvd_ckpt_tests::noisy", mutates_args=())
 def noisy(x: Tensor) -> Tensor:
     keep = torch.rand_like(x) > 0.5
     return x * keep * random.random() * float(np.random.rand())
-
-
-@torch.library.custom_op("hvd_ckpt_tests::scale_second", mutates_args=("y",))
-def scale_second(x: Tensor, y: Tensor, *, factor: float) -> Tensor:
-    y.mul_(factor)
-    return x + y
-
-
-@torch.library.custom_op("hvd_ckpt_tests::scale_keyword", mutates_args=("out_scaled",))
-def scale_keyword(x: Tensor, out_scaled: Tensor) -> None:
-    out_scaled.mul_(x)
 
 
 noisy.register_autograd(
@@ -149,87 +85,6 @@ noisy.register_autograd(
 def random_custom_operator(x: Tensor) -> Tensor:
     y = noisy(x.sin())
     return torch.ops.hvd_ckpt_tests.noisy(y).cos() * torch.ops.hvd_ckpt_tests.noisy.default(y)
-
-
-def mutating_custom_operators(x: Tensor) -> Tensor:
-    mask = (x.detach() * 2).sigmoid()
-    y = x.sin() + mask
-    z = scale_second(x.detach().cos(), mask, factor=0.5) * x
-    w = x.cos() + mask
-    scale_keyword(torch.ones(4, 4) * 3, mask)
-    return y.exp() * mask + z.exp() * w.sin()
-
-
-def random_composites(x: Tensor) -> Tensor:
-    y = F.gumbel_softmax(x, tau=0.5, hard=True) + F.dropout(x, 0.5) + F.rrelu(x, training=True)
-    pooled = F.fractional_max_pool2d(x[None, None].sin(), 2, output_size=2)
-    return y + F.alpha_dropout(x, 0.3, True) + pooled.sum()
-
-
-def default_dtype(x: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)
-    try:
-        halves = torch.arange(4) / 2  # in the default dtype
-        return x * halves.sin() * torch.ones(4).exp()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def attention_module(x: Tensor) -> Tensor:
-    torch.manual_seed(1)
-    attention = nn.MultiheadAttention(4, 2, dropout=0.2)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return attention(x[None], (x * 2)[None], x.sin()[None], need_weights=False)[0]
-
-
-def in_place_by_position(x: Tensor) -> Tensor:
-    mask = x.detach().clone()
-    y = x.sin() + mask
-    F.relu(mask, True)
-    z = y.exp() + mask
-    F.dropout(mask, 0.5, True, True)
-    w = z.tanh() + mask
-    F.hardtanh(mask, -1.0, 1.0, True)
-    return y.cos() * mask + z.sin() * w.sin()
-
-
-def functional_transforms(x: Tensor) -> Tensor:
-    scaled = torch.func.vmap(lambda row: row.sin() * row)(x.cos())
-    slope = torch.func.jvp(lambda one: one.exp(), (x.detach(),), (torch.ones_like(x),))[1]
-    return scaled * slope * x.sigmoid()
-
-
-def without_a_tensor_at_the_end(x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        y = x.sin().exp() * x
-    assert y.shape == x.shape
-    y.sum().item()
-    return y
-
-
-ODD = [
-    sparse, generator, gradient_inside, behind_the_counters, chosen_kernel, renormalized, not_needing_grad_before, out_argument,
-    python_operators, random_custom_operator, mutating_custom_operators, random_composites, default_dtype, attention_module,
-    in_place_by_position, functional_transforms, without_a_tensor_at_the_end,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", ODD)
-def test_odd_calls(function: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, 4, requires_grad=True)
-    calls = names_of_calls(function, x)
-
-    def seeded() -> Tensor:
-        torch.manual_seed(3)
-        random.seed(3)
-        np.random.seed(3)
-        return function(x)
-
-    expected = torch.autograd.grad(seeded().square().sum(), x)[0]
-    for seed in range(8):
-        out = run_selectively(seeded, (), {}, some(calls, seed))
-        assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
 
 
 def test_random_numbers_of_others_are_left_alone() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from call_names import names_of_calls
-from selective import drop_all
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,7 +47,6 @@ unfilled = operator(
 rounding = operator("rounding", lambda x: x * (1 + 1e-6 * (next(CALLS) % 7)))
 FACTOR = [1.0]
 scaled = operator("scaled", lambda x: x * FACTOR[0])
-right = operator("right", lambda x: x.sin() * torch.rand_like(x))
 
 
 class Layer(nn.Module):
@@ -115,28 +113,3 @@ def test_a_difference_of_the_size_of_rounding_warns() -> None:
     layer, policy = planned(rounding)
     with pytest.warns(UserWarning, match="rounds in another way.*deterministic"):
         run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()
-
-
-def test_views_and_what_calls_save_of_their_own_compare_equal() -> None:
-    def middle(x: Tensor) -> Tensor:
-        parts = F.dropout(F.layer_norm(x.view(2, 2, 8), (8,)), 0.5).transpose(0, 1).reshape(4, 8)
-        return F.rrelu(parts, training=True).relu_() @ x.t() @ x
-
-    layer, policy = planned(middle)
-    for when in ("first", "always"):
-        with verifying(when):
-            run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()
-
-
-def test_plan_keeps_what_it_cannot_verify() -> None:
-    model, x = nn.Sequential(*[Layer(lambda x: counted(x)) for _ in range(3)]), torch.randn(4, 8)
-    plan = hc.plan(model, x, loss=lambda y: y.sum(), budget="min", verbose=False)
-    assert plan.notes
-    plan.apply(model)
-    model(x).sum().backward()
-
-
-def test_drop_all_of_an_operator_with_random_numbers_is_right() -> None:
-    layer = Layer(lambda x: right(x))
-    x = torch.randn(4, 8)
-    run_selectively(layer, (x,), {}, drop_all(layer, x)).sum().backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -44,44 +43,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 # ---------------------------------------------------------------------------------------------------- broadcasts
-
-ORDERS = [
-    order
-    for order in itertools.permutations(("wrap", "load", "parameters", "optimizer"))
-    if order.index("load") < min(order.index("parameters"), order.index("optimizer"))
-]
-
-
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-@pytest.mark.parametrize("owners", ["root", "others", "all but one"])
-def test_a_state_that_is_loaded_on_some_ranks_and_broadcast(order: tuple[str, ...], owners: str) -> None:
-    """Horovod's own recipe to resume: the checkpoint is on one rank, say."""
-    root = hc.size() - 1 if owners == "others" else 0
-    loads = {
-        "root": hc.rank() == root,
-        "others": hc.rank() != 1,
-        "all but one": hc.rank() != hc.size() - 1,
-    }[owners]
-    if owners == "others" and hc.size() == 2:
-        root = 0
-    reference, plain = trained()
-    saved = copy.deepcopy((reference.state_dict(), plain.state_dict()))
-    model = chain()
-    optimizer: Any = adam(model)
-    for call in order:
-        if call == "wrap":
-            optimizer = wrap(model, optimizer)
-        elif call == "load" and loads:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        elif call == "parameters":
-            hc.broadcast_parameters(model.state_dict(), root_rank=root)
-        elif call == "optimizer":
-            hc.broadcast_optimizer_state(optimizer, root_rank=root)
-    train(model, optimizer, range(2, 5))
-    train_for_all(reference, plain, range(2, 5))
-    same_everywhere(model)
-    assert difference(model, reference) < 1e-6
 
 
 @pytest.mark.parametrize("what", ["load", "reduction", "reset", "all of it", "broadcast_object"])
@@ -159,28 +120,6 @@ def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest
     assert bool(gathering) == (hc.rank() == 0)
     train(model, optimizer, range(2))
     same_everywhere(model)
-
-
-@pytest.mark.ranks(gloo=(2,), mpi=(4,))
-def test_replicas_that_a_rank_has_loaded_by_itself() -> None:
-    results = []
-    for apart in (False, True):
-        model = chain()
-        optimizer = wrap(model, adam(model), replicas=4)
-        for step in range(4):
-            if step == 2 and apart:
-                if hc.rank() == 0:
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                    optimizer.load_reduction_state_dict(optimizer.reduction_state_dict())
-                hc.broadcast_optimizer_state(optimizer, root_rank=0)
-            optimizer.zero_grad()
-            for replica in optimizer.local_replicas():
-                with replica:
-                    loss(model, step, replica.index).backward()
-            optimizer.step()
-        same_everywhere(model)
-        results.append(model)
-    assert difference(*results) == 0.0
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
@@ -276,32 +215,6 @@ def test_an_option_on_one_rank(name: str, value: Any, base: dict[str, Any], owne
         hc.remove_process_set(value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("every", 7),
-        ("outer", hc.Nesterov()),
-        ("moments", "average"),
-        ("fragments", 2),
-        ("delay", 1),
-        ("wire", "bf16"),
-        ("within", "host"),
-        ("shard", 1),
-        ("offload", "optimizer"),
-    ],
-)
-def test_an_option_of_local_sgd_on_one_rank(name: str, value: Any) -> None:
-    model = chain()
-    base = {"shard": 1} if name == "offload" else {}
-    given = {"shard": hc.Shard(1, offload=value)} if name == "offload" else {name: value}
-    options = given if hc.rank() == 1 else base
-    raises_everywhere(
-        ValueError,
-        f"LocalSGD: {name} differs between ranks",
-        lambda: hc.LocalSGD(adam(model), named_parameters=model.named_parameters(), model=model, **options),
-    )
-
-
 def test_other_classes_on_one_rank() -> None:
     model = chain()
     bare = adam(model) if hc.rank() else torch.optim.AdamW(model.parameters())
@@ -359,19 +272,6 @@ def test_groups_in_another_order_on_each_rank(options: dict[str, Any], names: st
             assert difference(model, reference) < 1e-5
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_group_that_is_added_in_another_order_on_each_rank(shard: int) -> None:
-    model, reference = chain(), chain()
-    first, rest = shuffled(model)
-    optimizer = wrap(model, torch.optim.SGD([first], lr=0.1, momentum=0.9), shard=shard)
-    optimizer.add_param_group(rest)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    train(model, optimizer, range(4))
-    train_for_all(reference, plain, range(4))
-    same_everywhere(model)
-    assert difference(model, reference) < 1e-5
-
-
 def test_a_parameter_in_another_group_on_one_rank_is_refused() -> None:
     model = chain()
     weights, biases = shuffled(model)
@@ -391,8 +291,7 @@ class Words(nn.Module):
         self.words = nn.Embedding(10, WIDTH, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.words(x)
-        return out
+        return self.words(x)
 
 
 def test_join_with_sparse_gradients_is_one_sentence_on_all_ranks() -> None:
@@ -420,7 +319,7 @@ def test_join_before_other_collective_calls_is_one_sentence_on_all_ranks() -> No
         lambda: wrap(model),
     ):
         call()  # so that Horovod knows the messages
-        raises_everywhere(ValueError, "join", lambda call=call: hc.join() if hc.rank() == 0 else call())  # type: ignore[misc]
+        raises_everywhere(ValueError, "join", lambda call=call: hc.join() if hc.rank() == 0 else call())
 
 
 def test_join_with_synchronized_batch_norm_counts_the_ranks_that_are_there() -> None:

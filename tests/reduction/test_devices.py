@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
 class OnGpu(torch.nn.Parameter):
     is_cuda = True
-    device = torch.device("cuda", 1)  # type: ignore[assignment]
+    device = torch.device("cuda", 1)
 
 
 def test_a_horovod_without_operations_on_gpus_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:

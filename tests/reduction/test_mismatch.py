@@ -72,8 +72,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> N
 
 
 def recomputed(model: nn.Sequential) -> torch.Tensor:
-    out: torch.Tensor = hc.checkpoint(model[1], model[0](torch.randn(3, 4)))
-    return out
+    return hc.checkpoint(model[1], model[0](torch.randn(3, 4)))
 
 
 def test_a_mismatch_in_a_pass_of_two_optimizers_is_raised_by_both() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch as stock
@@ -12,13 +12,10 @@ import pytest
 import torch
 from one_process import (
     WIDTH,
-    batch,
     chain,
-    check,
     difference,
     fingerprint,
     loss,
-    loss_of_all,
     raises_everywhere,
     same_everywhere,
     train,
@@ -28,9 +25,6 @@ from one_process import (
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.cells import Recompute
-from hvd_ckpt.app.compare.scenarios import Scenario
-from hvd_ckpt.app.compare.workloads import RankStep
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
@@ -70,24 +64,6 @@ def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
-def test_clipping_between_synchronize_and_step() -> None:
-    model, reference = chain(), chain()
-    optimizer, plain = with_momentum(model), momentum(reference)
-    for step in range(5):
-        optimizer.zero_grad()
-        loss(model, step).backward()
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        plain.zero_grad()
-        loss_of_all(reference, step).backward()
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-        plain.step()
-    assert difference(model, reference) < 1e-6
-    same_everywhere(model)
-
-
 @several
 def test_step_after_synchronize_warns_and_reduces_no_second_time() -> None:
     model = chain()
@@ -114,104 +90,6 @@ def test_zero_grad_before_step_is_an_error() -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
-
-
-def test_closures_are_evaluated_equally_often_everywhere() -> None:
-    model, reference = chain(2, torch.float64), chain(2, torch.float64)
-    options = {"lr": 0.5, "max_iter": 8, "history_size": 5, "line_search_fn": "strong_wolfe"}
-    optimizer = wrap(model, torch.optim.LBFGS(model.parameters(), **options))
-    plain = torch.optim.LBFGS(reference.parameters(), **options)
-    calls = 0
-    for step in range(3):
-
-        def closure(step: int = step) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            optimizer.zero_grad()
-            value = loss(model, step)
-            value.backward()
-            return value
-
-        def plain_closure(step: int = step) -> torch.Tensor:
-            plain.zero_grad()
-            value = loss_of_all(reference, step)
-            value.backward()
-            return value
-
-        ours, theirs = optimizer.step(closure), plain.step(plain_closure)
-        assert abs(ours.item() - theirs.item()) < 1e-9
-    assert len(set(hc.allgather_object(calls))) == 1
-    assert difference(model, reference) < 1e-7
-    same_everywhere(model)
-
-
-def words(step: RankStep, count: int, part: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step.number + step.rank + 10 * part)
-    return torch.randint(20, (count,), generator=generator)
-
-
-class Words(Scenario):
-    """Two sparse gradients, one of them used for the first time in step 2, on one rank only."""
-
-    learning_rate = 0.002
-
-    def model(self, recompute: Recompute) -> nn.Module:
-        embeddings = [nn.Embedding(20, WIDTH, sparse=True) for _ in range(2)]
-        return nn.ModuleList([*embeddings, nn.Linear(WIDTH, 1)])
-
-    def run(self, step: RankStep) -> list[torch.Tensor]:
-        (often, sometimes, out), read = step.model, words(step, 5 + step.rank)
-        hidden = often(read).sum(0)
-        if step.number >= 2 and step.rank == 0:
-            hidden = hidden + sometimes(read).sum(0)
-        loss = out(hidden).square().sum()
-        loss.backward()
-        return [loss.detach()]
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=self.learning_rate)
-
-
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_embeddings(as_dense: bool) -> None:
-    for cap in (25.0, 0.0001):
-        engine = check(Words("default", 7, None), tolerance=1e-6, sparse_as_dense=as_dense, bucket_cap_mb=cap)
-        assert all(engine.model[index].weight.grad.is_sparse for index in range(2))
-
-
-class MoreWords(Words):
-    """A sparse gradient that is added to in the next pass, which may come late."""
-
-    learning_rate = 0.001
-    static = False
-
-    def __init__(self, summed: bool = False) -> None:
-        super().__init__("default", 7, None)
-        self.momentum = 1.0 if summed else 0.0  # adds up the gradients of all steps
-
-    def model(self, recompute: Recompute) -> nn.Module:
-        return nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
-
-    def run(self, step: RankStep) -> list[torch.Tensor]:
-        losses = []
-        for part in range(1 + step.number % 2 + step.number // 3):
-            losses.append(step.model(words(step, 5, part)).square().sum())
-            losses[-1].backward()
-        return losses
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum)
-
-
-@pytest.mark.parametrize("never", [False, True])
-def test_sparse_gradients_that_travel_dense_can_be_added_to(never: bool) -> None:
-    check(
-        MoreWords(),
-        expected=MoreWords(summed=never),
-        clear=(lambda model, optimizer: lambda: None) if never else None,
-        sparse_as_dense=True,
-        bucket_cap_mb=0.0001,
-    )
 
 
 @several
@@ -244,26 +122,6 @@ def test_adasum() -> None:
     same_everywhere(model)
     assert difference(model, other) < 1e-6
     assert difference(model, chain()) > 1e-3
-
-
-def test_uneven_data_with_join() -> None:
-    """Rank r has r extra batches; every step's mean still divides by all ranks, as in Horovod."""
-    size = hc.size()
-    model, reference = chain(), chain()
-    optimizer, plain = with_momentum(model), momentum(reference)
-    for epoch in range(2):
-        train(model, optimizer, range(10 * epoch, 10 * epoch + 3 + hc.rank()))
-        last = hc.join()
-        assert size == 1 or last == size - 1
-        hc.broadcast_parameters(model.state_dict(), root_rank=max(last, 0))
-        hc.broadcast_optimizer_state(optimizer, root_rank=max(last, 0))
-        for step in range(3 + size - 1):
-            plain.zero_grad()
-            present = [rank for rank in range(size) if step < 3 + rank]
-            (sum(loss(reference, 10 * epoch + step, rank) for rank in present) / size).backward()
-            plain.step()
-        assert difference(model, reference) < 1e-6
-    same_everywhere(model)
 
 
 @several
@@ -344,30 +202,6 @@ def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
         resumed.load_reduction_state_dict({**state, "order": ["elsewhere"]})
     with pytest.raises(ValueError, match="version 7"):
         resumed.load_reduction_state_dict({"version": 7})
-
-
-def test_add_param_group_in_mid_training() -> None:
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head, self.headed = chain(), chain(1), False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(x)) if self.headed else self.body(x)
-
-    model, reference = Headed(), Headed()
-    optimizer, plain = wrap(model.body, momentum(model.body)), momentum(reference.body)
-    for step in range(6):
-        if step == 3:
-            for one, net in ((optimizer, model), (plain, reference)):
-                one.add_param_group({"params": list(net.head.parameters()), "lr": 0.05})
-                net.headed = True
-        train(model, optimizer, range(step, step + 1))
-        train_for_all(reference, plain, range(step, step + 1))
-    assert difference(model, reference) < 1e-6
-    same_everywhere(model)
-    if hc.size() > 1:
-        assert "allreduce.noname.1.0" in optimizer.reduction_state_dict()["order"]
 
 
 @several
@@ -581,20 +415,3 @@ def test_a_model_converted_on_one_rank_is_an_error_everywhere() -> None:
     loss(model, 2).backward()
     different = "dtype is torch.float64 on rank 0 and torch.float32 on rank 1"
     raises_everywhere(ValueError, different, optimizer.step)
-
-
-@several
-def test_a_model_converted_in_mid_backward() -> None:
-    model = chain()
-    optimizer = with_momentum(model)
-    train(model, optimizer, range(2))
-    optimizer.zero_grad()
-    reference = copy.deepcopy(model).double()
-    hidden = model[:2](batch(2, hc.rank()))
-    hidden.register_hook(lambda gradient: model[3].double() and None)
-    (model[2:](hidden) - 0.3).square().mean().backward()
-    optimizer.synchronize()
-    loss_of_all(reference, 2).backward()
-    assert model[3][0].weight.grad.dtype is torch.float64
-    for ours, theirs in zip(model.parameters(), reference.parameters()):
-        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -127,44 +126,11 @@ CLEAR: dict[str, Callable[[nn.Module, Any], Any]] = {
 # ---------------------------------------------------------------------------------------------------- skipped steps
 
 
-@pytest.mark.parametrize(
-    ("op", "clear"), [(op, clear) for op in OPERATIONS for clear in CLEAR if (op, clear) != ("sum", "never")]
-)
-@pytest.mark.parametrize("clip", [False, True], ids=["synchronize", "clip"])
-def test_a_step_that_is_left_out_after_the_reduction(op: str, clear: str, clip: bool) -> None:
-    reduces, steps = ("clip:0.3", "step") if clip else ("sync", "skip")
-    taken, left_out = (f"clear:{clear} backward {reduces} {then}" for then in (steps, ""))
-    Pair(OPERATIONS[op]).play(*[taken, left_out, taken] * 2)
-
-
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("hand", ["hand", "hand:in-place"])
 def test_gradients_set_by_hand(op: str, hand: str) -> None:
     turns = f"{hand} step", f"{hand} sync", f"{hand} sync skip", f"{hand} sync skip"
     Pair(OPERATIONS[op]).play(*turns * 2)
-
-
-@several
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_gradients_set_by_hand_on_some_ranks_only(op: str) -> None:
-    pair = Pair(OPERATIONS[op])
-    for step in range(4):
-        value = float(step + 1)
-        if hc.rank() == 0:
-            for parameter in pair.model.parameters():
-                parameter.grad = torch.full_like(parameter, value)
-        elif step != 2:
-            pair.optimizer.zero_grad()
-        else:  # the others have what the last step has left
-            own = [one.grad for one in pair.model.parameters()]
-            assert all(gradient is not None for gradient in own)
-            pair.optimizer.zero_grad()
-        for parameter in pair.reference.parameters():
-            parameter.grad = torch.full_like(parameter, value if op == "sum" else value / hc.size())
-        pair.optimizer.synchronize()
-        pair.optimizer.synchronize()
-        pair.skip_step()
-    pair.check()
 
 
 @several
@@ -229,27 +195,6 @@ def test_an_unreduced_gradient_within_skip_synchronize_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- scalers
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "model", "model-zeros", "hand"])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("unscale", ["always", "where it skips"])
-def test_a_scaler_after_a_step_that_is_left_out(clear: str, enabled: bool, unscale: str) -> None:
-    pair = Pair()
-    scaler = hc.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-    for step in range(5):
-        for model, optimizer in pair.both:
-            CLEAR[clear](model, optimizer)
-        scaler.scale(loss(pair.model, step)).backward()
-        loss_of_all(pair.reference, step).backward()
-        skips = step % 2 == 1
-        if skips or unscale == "always":
-            scaler.unscale_(pair.optimizer)
-        if not skips:
-            scaler.step(pair.optimizer)
-            pair.bare.step()
-        scaler.update()
-    pair.check()
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -415,22 +360,6 @@ def test_a_model_converted_while_another_optimizers_gradients_accumulate() -> No
 
 
 # ---------------------------------------------------------------------------------------------------- clearing and loading
-
-
-@pytest.mark.parametrize("first", CLEAR)
-@pytest.mark.parametrize("second", ["optimizer", "model-zeros", "hand", "never"])
-def test_gradients_cleared_in_one_way_and_another(first: str, second: str) -> None:
-    for op in OPERATIONS.values():
-        pair = Pair(op)
-        for step in range(5):
-            clear = (first, second)[step % 2]
-            pair.do(f"clear:{clear} backward", step)
-            if step and clear == "never" and op == hc.Sum and hc.size() > 1:
-                with pytest.raises(RuntimeError, match="is a sum over the ranks already"):
-                    pair.step()
-                break
-            pair.step()
-        pair.check()
 
 
 @several
@@ -639,109 +568,4 @@ def test_a_schedule_made_before_wrapping_knows_of_steps(stepped: bool) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
-@pytest.fixture
-def default_dtype(request: Any) -> Iterator[torch.dtype]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(before)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"shard": 1},
-    {"shard": 2},
-    {"shard": 3},
-    {"shard": 2, "wire": "int8"},
-    {"replicas": 4},
-    {"op": hc.Sum},
-    {"keep_buckets": False},
-]
-
-
-@pytest.mark.parametrize(
-    ("default_dtype", "options"),
-    [
-        *((dtype, {}) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
-        *((torch.bfloat16, options) for options in OPTIONS),
-    ],
-    indirect=["default_dtype"],
-    ids=str,
-)
-def test_default_dtypes(default_dtype: torch.dtype, options: dict[str, Any]) -> None:
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = wrap(model, **options)
-    scaler = hc.GradScaler("cpu", init_scale=2.0, enabled=default_dtype is not torch.float16)
-    for step in range(3):
-        optimizer.zero_grad()
-        for replica in optimizer.local_replicas() if "replicas" in options else [None]:
-            if replica is None:
-                scaler.scale(
-                    model(batch(step, hc.rank()).to(default_dtype)).float().square().mean()
-                ).backward()
-                continue
-            with replica:
-                scaler.scale(
-                    model(batch(step, replica.index).to(default_dtype)).float().square().mean()
-                ).backward()
-        if step:
-            scaler.unscale_(optimizer)
-            norm = hc.clip_grad_norm_(model.parameters(), 0.1)
-            assert torch.isfinite(norm) and norm > 0
-        scaler.step(optimizer)
-        scaler.update()
-    with optimizer.gathered_parameters():
-        same_everywhere(model)
-
-
-@pytest.mark.parametrize("default_dtype", [torch.bfloat16], indirect=True)
-def test_sparse_gradients_with_another_default_dtype(default_dtype: torch.dtype) -> None:
-    model = nn.Sequential(
-        nn.Embedding(5, 4, sparse=True, dtype=torch.float32), nn.Linear(4, 1, dtype=torch.float32)
-    )
-    optimizer = wrap(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.tensor([step, hc.rank()])).square().sum().backward()
-        optimizer.step()
-    same_everywhere(model)
-
-
 # ---------------------------------------------------------------------------------------------------- resumes
-
-
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("at_the_end", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_resumed_run_clears_gradients_as_the_first_did(
-    set_to_none: bool, at_the_end: bool, stage: int
-) -> None:
-    """A parameter that the next step does not use is decayed where its gradient is zero, and not where it is None."""
-
-    def make(model: nn.Module) -> torch.optim.SGD:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-
-    def run(model: nn.Module, optimizer: Any, steps: range) -> tuple[Any, ...]:
-        state: tuple[Any, ...] = ()
-        for step in steps:
-            if not at_the_end:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            loss(model if step % 2 else model[:2], step).backward()
-            optimizer.step()
-            parts = (model.state_dict(), optimizer.state_dict(), optimizer.reduction_state_dict())
-            state = copy.deepcopy(parts)
-            if at_the_end:
-                optimizer.zero_grad(set_to_none=set_to_none)
-        return state
-
-    unbroken = chain(3)
-    run(unbroken, wrap(unbroken, make(unbroken), shard=stage), range(7))
-    first = chain(3)
-    weights, state, reduction = run(first, wrap(first, make(first), shard=stage), range(4))
-    model = chain(3)
-    model.load_state_dict(weights)
-    optimizer = wrap(model, make(model), shard=stage)
-    optimizer.load_state_dict(state)
-    optimizer.load_reduction_state_dict(reduction)
-    run(model, optimizer, range(4, 7))
-    assert difference(model, unbroken) == 0.0

@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.distributed import extension
-from hvd_ckpt.sharding import construction, rows, tree
+from hvd_ckpt.sharding import rows, tree
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -156,7 +156,6 @@ def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(tree, "SMALL_BYTES", small)
         model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
         monkeypatch.setattr(extension, "hosts_of", lambda *_: hosts)
-        monkeypatch.setattr(construction, "hosts_of", lambda *_: hosts)
         optimizer = make(model, replicas=8, bucket_cap_mb=0.0004, shard=shard)
         exchanged = []
         with monkeypatch.context() as patches:

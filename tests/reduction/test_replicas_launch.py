@@ -10,16 +10,15 @@ from controllers import probe, run_ranks
 
 pytestmark = pytest.mark.launch
 
-TESTS = Path(__file__).resolve().parents[1]
-SCRIPT = TESTS / "helpers" / "scripts" / "replicas.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "helpers" / "scripts" / "replicas.py"
 
 
 def hashes(ranks: int, controller: str, mode: str, folder: Path) -> dict[str, str]:
     arguments = ("4", mode, str(folder))
-    status, output = run_ranks(ranks, SCRIPT, *arguments, controller=controller, PYTHONPATH=str(TESTS))
+    status, output = run_ranks(ranks, SCRIPT, *arguments, controller=controller, PYTHONPATH=str(ROOT))
     assert status == 0, output
-    found: dict[str, str] = json.loads((folder / "hashes.json").read_text())
-    return found
+    return json.loads((folder / "hashes.json").read_text())
 
 
 def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:

@@ -133,46 +133,6 @@ def test_an_optimizer_that_has_lost_one_parameter_raises(stage: int) -> None:
     assert difference(model, reference) < 1e-6
 
 
-@pytest.mark.parametrize("stages", [(2, 0), (2, 2), (0, 2)])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_optimizer_made_after_synchronize_finds_no_placeholder(
-    stages: tuple[int, int], set_to_none: bool
-) -> None:
-    """Nor when gradients are cleared through the earlier one."""
-    model, reference = chain(3), chain(3)
-    older = wrap(model, stages[0])
-    loss(model, 0).backward()
-    older.synchronize()
-    newer, bare = wrap(model, stages[1]), sgd(reference)
-    older.zero_grad(set_to_none=set_to_none)
-    for step in range(3):
-        newer.zero_grad()
-        loss(model, step).backward()
-        newer.step()
-        older.zero_grad(set_to_none=set_to_none)
-        bare.zero_grad()
-        loss_of_all(reference, step).backward()
-        bare.step()
-    assert difference(model, reference) < 1e-6
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_optimizers_of_other_parameters_take_turns(stage: int) -> None:
-    """As the two networks of a GAN, each frozen while the other one is trained."""
-    model, reference = chain(3), chain(3)
-    optimizers = [wrap(model, stage, sgd(part)) for part in (model[:1], model[1:])]
-    bares = [sgd(part) for part in (reference[:1], reference[1:])]
-    for step in range(6):
-        for net, each, compute in ((model, optimizers, loss), (reference, bares, loss_of_all)):
-            for number, part in enumerate((net[:1], net[1:])):
-                part.requires_grad_(number == step % 2)
-            each[step % 2].zero_grad()
-            compute(net, step).backward()
-            each[step % 2].step()
-    assert difference(model, reference) < 1e-6
-    same_everywhere(model)
-
-
 def test_an_optimizer_that_has_died_keeps_its_parameters() -> None:
     """On some ranks, since Python collects it when it likes: the ranks could not agree on another owner."""
     model = chain(3)

@@ -165,51 +165,6 @@ def test_with_every_way_in_which_flags_travel(options: dict[str, Any]) -> None:
 
 
 @several
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_replicas(stage: int) -> None:
-    model = chain(2)
-    optimizer = wrap(model, torch.optim.Adam(model.parameters()), replicas=4, shard=stage)
-
-    def run(steps: range, drift: bool) -> None:
-        for number in steps:
-            for replica in optimizer.local_replicas():
-                with replica:
-                    loss(model, number).backward()
-            if drift:
-                change(model[1][0].weight)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run(range(2 * parts_of(model)), drift=False)
-    with pytest.raises(hc.WeightsDiffer, match=r"parameter '1\.0\.weight' differs"):
-        run(range(parts_of(model)), drift=True)
-
-
-@several
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharded(stage: int) -> None:
-    model = chain(2)
-    optimizer = wrap(model, shard=stage)
-    trained(model, optimizer)
-    assert not found(model, optimizer, 2 * parts_of(model), 10)
-    if stage == 3:  # each element is on one rank
-        return
-    message = ""
-    for number in range(
-        parts_of(model)
-    ):  # a gather heals what differs, so a rank that computes wrong does again in each step
-        optimizer.zero_grad()
-        loss(model, number).backward()
-        change(model[1][0].weight)
-        try:
-            optimizer.step()
-        except hc.WeightsDiffer as error:
-            message = str(error)
-            break
-    assert "parameter '1.0.weight' differs" in message
-
-
-@several
 def test_after_an_error_a_broadcast_mends_and_training_resumes() -> None:
     model = chain(2)
     optimizer = wrap(model)

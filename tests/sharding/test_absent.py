@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import wrap
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -30,10 +31,7 @@ class Scale(nn.Module):
 @pytest.fixture
 def split() -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3, model=model
-    )
-    return model, optimizer
+    return model, wrap(model, shard=3)
 
 
 def train(model: nn.Module, optimizer: Any) -> None:
@@ -85,9 +83,7 @@ def test_reading_or_writing_values_is_an_error_that_says_what_to_do(split: tuple
 def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 4))
     model[3].weight = model[0].weight  # tied
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=stage, model=model
-    )
+    optimizer = wrap(model, shard=stage)
     train(model, optimizer)
     state = optimizer.full_model_state_dict(model)
     assert (state is None) == (hc.rank() > 0)
@@ -117,9 +113,7 @@ def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int
 def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() -> None:
     model = nn.Linear(4, 4)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3, model=model
-    )
+    optimizer = wrap(model, shard=3)
     for _ in range(2):
         train(model, optimizer)
         with pytest.raises(RuntimeError, match="gathered_parameters"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from same import whole_weights
+from same import assert_same, whole_weights
 from sharded import distribute
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -62,14 +62,6 @@ def averaged(average: hc.AveragedWeights, model: nn.Module, optimizer: Any) -> d
 def exact() -> bool:
     """Whether as many equal gradients are averaged without rounding."""
     return hc.size() in (1, 2, 4)
-
-
-def assert_same(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 0.0
-) -> None:
-    assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

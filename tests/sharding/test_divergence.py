@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
+from one_process import wrap
 from same import whole_weights
-from sharded import distribute
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -42,13 +41,6 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def wrapped(model: nn.Module, **options: Any) -> Any:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return distribute(
-        torch.optim.SGD(trained, lr=0.1), model.named_parameters(), shard=3, model=model, **options
-    )
-
-
 def steps(model: nn.Module, optimizer: Any, count: int, chosen: Any) -> None:
     for _ in range(count):
         optimizer.zero_grad()
@@ -70,7 +62,8 @@ def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pyte
     model = Experts(kind == "recomputed")
     if kind == "frozen":
         model.experts[1].requires_grad_(False)
-    optimizer = wrapped(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = wrap(model, torch.optim.SGD(trained, lr=0.1), shard=3)
     steps(model, optimizer, 2, range(4))
     with pytest.raises(RuntimeError, match=r"rank 0 waits .*rank 1 waits .*units=\[\]") as error:
         evaluate(model, optimizer, CHOSEN[case]) if kind == "evaluated" else steps(
@@ -81,7 +74,7 @@ def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pyte
 
 def test_ranks_that_run_the_whole_model_as_one_unit_may_run_what_they_like() -> None:
     model = Experts()
-    optimizer = wrapped(model, units=[])
+    optimizer = wrap(model, shard=3, units=[])
     for case in CHOSEN.values():
         steps(model, optimizer, 2, case())
 
@@ -99,9 +92,7 @@ def test_modules_outside_of_a_forward_pass_may_be_recomputed_any_number_of_times
     models = []
     for options in ({}, {"shard": 3, "units": []}):
         model = Apart()
-        optimizer = distribute(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), model=model, **options
-        )
+        optimizer = wrap(model, **options)
         for step in range(4):
             optimizer.zero_grad()
             x = model["first"](torch.ones(2, 6) + step)
@@ -112,37 +103,3 @@ def test_modules_outside_of_a_forward_pass_may_be_recomputed_any_number_of_times
         models.append(whole_weights(model, optimizer))
     for name, value in models[0].items():
         torch.testing.assert_close(models[1][name], value)
-
-
-def test_the_whole_model_as_one_unit_is_not_told_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LONG_SECONDS", 1.0)
-    model = Apart()
-    optimizer = wrapped(model, units=[])
-
-    def step() -> None:
-        x = torch.ones(2, 6, requires_grad=True)
-        for _ in range(1 + 2 * hc.rank()):
-            x = hc.checkpoint(model["block"], x, use_reentrant=True)
-        model["last"](x).sum().backward()
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"rank 0 waits .*use_reentrant=False") as error:
-        step()
-    assert "units=[]" not in str(error.value)
-
-
-def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where waits last long again and again, on different ranks."""
-    monkeypatch.setattr(collectives, "LONG_SECONDS", 0.05)
-    model = Experts()
-    optimizer = wrapped(model)
-
-    def sleep(*_: Any) -> None:
-        if torch.rand(()) < 0.3:
-            time.sleep(0.2)
-
-    torch.manual_seed(hc.rank())
-    for block in model.experts:
-        block.register_forward_hook(sleep)
-        block.register_full_backward_hook(sleep)
-    steps(model, optimizer, 5, range(4))

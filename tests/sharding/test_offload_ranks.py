@@ -60,14 +60,6 @@ def weights(model: nn.Module, optimizer: Any) -> torch.Tensor:
     return torch.cat([values.flatten() for values in whole_weights(model, optimizer).values()])
 
 
-@pytest.mark.parametrize("shard, dtype", [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
-def test_the_bits_are_those_without_offload(shard: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    model, optimizer = job(None, dtype, shard=shard)
-    offloaded = job(tmp_path, dtype, shard=shard)
-    assert torch.equal(train(model, optimizer), train(*offloaded))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("dtype, wire", [(torch.float32, "fp32"), (torch.bfloat16, "int8")])
 def test_offloaded_parameters_train_to_the_same_bits(dtype: torch.dtype, wire: str, tmp_path: Path) -> None:
     """Recomputed, accumulated over two backward passes, clipped, evaluated and written to in between."""

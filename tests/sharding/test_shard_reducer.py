@@ -10,7 +10,6 @@ import torch
 from one_process import WIDTH, batch, difference, fingerprint
 from sharded import distribute
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hvd_ckpt as hc
 from hvd_ckpt.utils.memory import recording_peak
@@ -194,22 +193,6 @@ def test_a_converted_parameter_is_an_error_on_every_rank() -> None:
     assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
 
 
-def test_a_gradient_that_comes_late_is_sent_and_named() -> None:
-    torch.manual_seed(7)
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
-    optimizer = split(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    x = torch.ones(1, WIDTH)
-    for late in (False, False, True):
-        before = model["b"].bias.detach().clone()
-        optimizer.zero_grad()
-        model["b"](model["a"](x)).sum().backward()
-        if late and hc.rank() == 0:
-            model["b"](x).sum().backward()
-        optimizer.step()
-        assert optimizer.reduction_stats.last.late_gradients == (["b.bias", "b.weight"] if late else [])
-        assert torch.allclose(before - model["b"].bias, torch.full((WIDTH,), 1.0 + late / hc.size()))
-
-
 def test_half_precision_is_added_in_float32() -> None:
     torch.manual_seed(7)
     model = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
@@ -224,55 +207,3 @@ def test_half_precision_is_added_in_float32() -> None:
             assert torch.equal(piece.parameter.grad, mean.flatten()[piece.start : piece.stop])
         else:
             assert piece.parameter.grad is None
-
-
-def test_added_parameters_are_reduced_in_the_backward_pass_soon() -> None:
-    model = chain()
-    optimizer = split(model, torch.optim.SGD(model[2:].parameters(), lr=0.05))
-    for step in range(5):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        optimizer.zero_grad()
-        backward(model, step, hc.rank())
-        optimizer.step()
-    last = optimizer.reduction_stats.last
-    assert last.launches_in_backward == len(last.launch_order) == 4
-
-
-class Tied(nn.Module):
-    """One layer used in two segments: it accumulates once per segment when they are recomputed by the reentrant variant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(lambda y: self.shared(y).tanh(), x, use_reentrant=True)
-        return self.last(x)
-
-
-def test_learned_order_is_part_of_the_training_state() -> None:
-    torch.manual_seed(7)
-    model = Tied()
-    optimizer = split(model)
-    late = []
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step, hc.rank())
-        optimizer.step()
-        late.append(set(optimizer.reduction_stats.last.late_gradients))
-    assert late == [{"shared.weight", "shared.bias"}, set()]
-    state, again = optimizer.reduction_state_dict(), Tied()
-    resumed = split(again)
-    resumed.load_reduction_state_dict(state)
-    backward(again, 0, hc.rank())
-    resumed.step()
-    last = resumed.reduction_stats.last
-    assert last.launch_order == optimizer.reduction_stats.last.launch_order and not last.late_gradients
-    assert last.launches_in_backward == len(last.launch_order)
-    assert resumed.reduction_state_dict() == state
-    for wrong in ({**state, "version": 0}, {**state, "order": ["no.such.weight"]}):
-        with pytest.raises(ValueError, match="version 0|'no.such.weight'"):
-            resumed.load_reduction_state_dict(wrong)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from same import assert_same_state, whole_weights
+from same import assert_same, whole_weights
 from sharded import distribute
 from torch import nn
 
@@ -104,36 +104,9 @@ def whole(make: Make, **options: Any) -> dict[str, torch.Tensor]:
     return trained(make, 0, **options)
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exactly: bool) -> None:
-    assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        if exactly:
-            assert torch.equal(value, theirs[name]), name
-        else:
-            torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
-
-
-def two_ranks_at_most() -> bool:
-    return bool(hc.size() <= 2)
-
-
-@pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
-@pytest.mark.parametrize(("stage", "make"), [("optimizer", momentum), ("2", adam), (3, momentum)])
-def test_ends_in_the_weights_of_a_run_that_is_not_sharded(stage: Any, make: Make) -> None:
-    assert_same(trained(make, stage), whole(make), exactly=two_ranks_at_most())
-
-
-def test_accumulated_passes() -> None:
-    together = trained(momentum, 3, passes=3, backward_passes_per_step=3)
-    assert_same(together, whole(momentum, passes=3), exactly=two_ranks_at_most())
-    assert_same(trained(momentum, 3, passes=3), whole(momentum, passes=3), exactly=False)
-
-
-def test_clips_by_the_norm_of_all_gradients() -> None:
-    clipped = whole(momentum, clip=0.005)
-    assert_same(trained(momentum, 2, clip=0.005), clipped, exactly=False)
-    with pytest.raises(AssertionError):
-        assert_same(whole(momentum), clipped, exactly=False)
+def rounding() -> float:
+    """The tolerance of sums over the ranks, which two add up in one order alone."""
+    return 0.0 if hc.size() <= 2 else 1e-5
 
 
 @pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
@@ -208,31 +181,6 @@ def test_a_norm_has_the_dtype_that_torch_gives_it(stage: int, dtypes: tuple[torc
     assert nothing == 0.0 and nothing.dtype is torch.float32  # as in torch, where there are no gradients
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
-    def run(stage: int) -> tuple[dict[str, torch.Tensor], float]:
-        model = Model()
-        optimizer = wrapped(model, momentum, stage)
-        scaler = hc.GradScaler("cpu", init_scale=4.0)
-        for number in range(3):
-            optimizer.zero_grad()
-            overflows = number == 1 and hc.rank() == 0
-            handle = model.first.bias.register_hook(lambda g: g.index_fill(0, torch.tensor(3), float("inf")))
-            if not overflows:  # in one element, which lies in one shard
-                handle.remove()
-            scaler.scale(model(batch(number)).square().mean()).backward()
-            handle.remove()
-            scaler.unscale_(optimizer)
-            hc.clip_grad_norm_(model.parameters(), 1e3)
-            scaler.step(optimizer)
-            scaler.update()
-        return whole_weights(model, optimizer), scaler.get_scale()
-
-    (ours, scale), (theirs, expected) = run(stage), run(0)
-    assert scale == expected == 2.0
-    assert_same(ours, theirs, exactly=two_ranks_at_most())
-
-
 def creeping(
     dtype: torch.dtype, stage: int, **options: Any
 ) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
@@ -266,7 +214,7 @@ def test_half_precision_weights_follow_float32_masters() -> None:
             model[0].weight.data.fill_(2.0)
         creep(model, optimizer, 1, torch.bfloat16)
         assert whole_weights(model, optimizer)["0.weight"].float().mean() > 1.9
-    assert_same(results[1], results[2], exactly=True)
+    assert_same(results[1], results[2])
     torch.manual_seed(0)
     optimizer = wrapped(nn.Linear(4, 4).to(torch.bfloat16), momentum, 2, master_weights=False)
     assert "master_weights" not in optimizer.state_dict()
@@ -275,38 +223,6 @@ def test_half_precision_weights_follow_float32_masters() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_wire_format_of_weights_does_not_round_the_kept_weights(stage: int) -> None:
     creeping(torch.float32, stage, wire={"parameters": "bf16"})
-
-
-@pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
-@pytest.mark.parametrize(("stage", "wire"), [(2, "int8"), (3, "fp16"), (3, {"parameters": "int8"})])
-def test_wire_formats_train_as_well_and_keep_ranks_equal(stage: int, wire: Any) -> None:
-    model = Model()
-    optimizer = wrapped(model, adam, stage, wire=wire)
-    exact = whole(adam)
-    steps(model, optimizer, range(4))
-    sent = optimizer.traffic.sent["all_gather"]  # before weights are gathered as they are
-    ours = whole_weights(model, optimizer)
-    everyone = hc.allgather_object({name: value.tolist() for name, value in ours.items()}, name="wires")
-    assert all(one == everyone[0] for one in everyone)
-    for name, value in ours.items():
-        assert (value - exact[name]).abs().max() < 0.1, name
-    model = Model()
-    exactly = wrapped(model, adam, stage)
-    steps(model, exactly, range(4))
-    part = (2.5 if wire == "fp16" else 1.5) / 4  # one more at the start
-    assert sent <= exactly.traffic.sent["all_gather"] * part
-
-
-def test_whole_parameters_as_numpy_arrays() -> None:
-    model = Model()
-    optimizer = wrapped(model, adam, 3)
-    steps(model, optimizer, range(1))
-    with optimizer.gathered_parameters():
-        arrays = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    copies = copy.deepcopy(arrays)
-    steps(model, optimizer, range(1, 3))
-    assert all((arrays[name] == copies[name]).all() for name in arrays)
-    assert_same(whole_weights(model, optimizer), trained(adam, 3, count=3), exactly=True)
 
 
 @pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
@@ -320,7 +236,7 @@ def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> 
     full = optimizer.full_state_dict()
     assert (full is None) == (hc.rank() != 0)
     everywhere = optimizer.full_state_dict(all_ranks=True)
-    assert_same_state(everywhere, hc.broadcast_object(full))
+    assert_same(everywhere, hc.broadcast_object(full))
 
     for other in {1: (1, 0, 2), 2: (2, 3), 3: (3, 1)}[stage]:
         twin = Model()
@@ -330,7 +246,7 @@ def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> 
         again = wrapped(twin, adam, other)
         again.load_state_dict(copy.deepcopy(everywhere) if other != stage else part)
         steps(twin, again, range(2, 4))
-        assert_same(whole_weights(twin, again), reference, exactly=two_ranks_at_most())
+        assert_same(whole_weights(twin, again), reference, rounding())
     if full is not None:  # as the bare optimizer has it
         twin = Model()
         bare = adam(twin.parameters())
@@ -340,34 +256,6 @@ def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> 
         shapes = [parameter.shape for parameter in twin.parameters()]
         assert all(shape == shapes[number] for number, shape in moments.items())
     hc.barrier()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.filterwarnings("error:optimizer.step:UserWarning")
-def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
-    def run(stage: int) -> dict[str, torch.Tensor]:
-        model = Model().to(torch.bfloat16)  # whose gradients are no views of a float32 shard
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # no frozen ones
-        options = {"master_weights": False} if stage else {}
-        optimizer = distribute(
-            torch.optim.SGD(trained, lr=0.1),
-            model.named_parameters(),
-            shard=stage,
-            bucket_cap_mb=0.002,
-            model=model,
-            **options,
-        )
-        hc.broadcast_parameters(model.state_dict(), root_rank=0) if not stage else None
-        for number in range(2):
-            optimizer.zero_grad()
-            (1e4 * model(batch(number).bfloat16()).float().square().mean()).backward()
-            assert hc.clip_grad_norm_(optimizer if number else model.parameters(), 0.5) > 10
-            optimizer.step()
-        return whole_weights(model, optimizer)
-
-    ours, theirs = run(stage), run(0)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0.02, atol=0.02)
 
 
 def test_schedules_and_state_from_before() -> None:
@@ -392,7 +280,6 @@ def test_schedules_and_state_from_before() -> None:
         for number in range(3):
             steps(model, optimizer, range(number, number + 1))
             schedule.step()
-        optimizer.state[model.linear.weight]  # asked for, and in nobody's way
         optimizer.state_dict()
         return whole_weights(model, optimizer), optimizer.param_groups[0]["lr"]
 
@@ -401,15 +288,7 @@ def test_schedules_and_state_from_before() -> None:
         for stage in stages:
             ours, own_rate = run(stage, make)
             assert own_rate == rate
-            assert_same(ours, reference, exactly=two_ranks_at_most())
-
-
-def test_the_number_of_passes_can_be_set_later() -> None:
-    model = Model()
-    optimizer = wrapped(model, momentum, 2)
-    optimizer.set_backward_passes_per_step(3)
-    steps(model, optimizer, range(4), passes=3)
-    assert_same(whole_weights(model, optimizer), whole(momentum, passes=3), exactly=two_ranks_at_most())
+            assert_same(ours, reference, rounding())
 
 
 def test_a_part_that_is_not_this_ranks_is_refused() -> None:
@@ -432,36 +311,6 @@ def test_a_part_that_is_not_this_ranks_is_refused() -> None:
     whole["state"][0]["exp_avg"] = whole["state"][0]["exp_avg"][1:]
     with pytest.raises(ValueError, match="elements and not"):
         optimizer.load_state_dict(whole)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
-    def run(stage: int) -> dict[str, torch.Tensor]:
-        model = Model()
-        some = list(model.blocks[0].parameters())
-        optimizer = hc.DistributedOptimizer(
-            torch.optim.SGD(some, lr=0.1, momentum=0.9),
-            named_parameters=model.named_parameters(),
-            shard=stage,
-            bucket_cap_mb=0.002,
-            model=model,
-        )
-        if not stage:
-            hc.broadcast_parameters(model.state_dict(), root_rank=0)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        steps(model, optimizer, range(2))
-        schedule.step()
-        taken = {id(parameter) for parameter in some}
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-        optimizer.add_param_group({"params": rest, "lr": 0.01, "momentum": 0.0})
-        steps(model, optimizer, range(2, 4))
-        with optimizer.gathered_parameters(), torch.no_grad():
-            model.first.weight.mul_(2.0)
-        optimizer.zero_grad()
-        steps(model, optimizer, range(4, 5))
-        return whole_weights(model, optimizer)
-
-    assert_same(run(stage), run(0), exactly=two_ranks_at_most())
 
 
 def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +395,7 @@ class Gaps(Model):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_with_gaps_keep_their_values(stage: int) -> None:
     reference = trained(adam, 0, kind=lambda: Gaps(False), count=2)
-    assert_same(trained(adam, stage, kind=Gaps, count=2), reference, exactly=two_ranks_at_most())
+    assert_same(trained(adam, stage, kind=Gaps, count=2), reference, rounding())
 
     model = Gaps()
     values = torch.arange(480.0).view(WIDTH, 20)[:, 4:11]
@@ -576,19 +425,6 @@ def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
         with pytest.raises(ValueError, match=f"'weight' has no values yet: it {what}"):
             wrapped(empty, descent, stage)
     with pytest.raises(ValueError, match="share memory"):
-        wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
-    hc.barrier()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_parameters_over_one_memory_need_not_be_neighbors_in_it(stage: int) -> None:
-    memory = torch.zeros(100)
-    model = nn.Module()
-    # The one between lies inside of the first, which is allowed as both stay whole, and ends before the last begins.
-    model.first = nn.Parameter(memory, requires_grad=False)
-    model.between = nn.Parameter(memory[10:20], requires_grad=False)
-    model.last = nn.Parameter(memory[30:40])
-    with pytest.raises(ValueError, match="'first' and 'last' are two that share memory"):
         wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
     hc.barrier()
 
@@ -629,27 +465,15 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
 
     again = wrapped(model, descent, stage % 3 + 1)
     steps(model, again, range(2, 4), clip=1e9)
-    assert_same(whole_weights(model, again), reference, exactly=False)
+    assert_same(whole_weights(model, again), reference, 1e-5)
     again.unshard()
-    assert_same(dict(model.named_parameters()), reference, exactly=False)
+    assert_same(dict(model.named_parameters()), reference, 1e-5)
     first, _ = wrapped(model, descent, 1), wrapped(model, descent, 3)
     alone = "by another DistributedOptimizer, which alone can step"
     with pytest.raises(
         RuntimeError, match="DistributedOptimizer that was made over it last" if hc.size() > 1 else alone
     ):
         first.step()
-
-
-@pytest.mark.ranks(gloo=(2,))
-@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
-def test_a_parameter_without_elements_is_trained_with(wire: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    model.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=hc.Shard(3, wire=wire)
-    )
-    (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
-    optimizer.step()
 
 
 def test_autocast_keeps_no_copies_of_whole_parameters() -> None:

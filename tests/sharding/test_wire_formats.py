@@ -103,4 +103,4 @@ def test_a_format_is_found_by_name() -> None:
         with pytest.raises(
             ValueError, match=r"wire must be one of 'fp32', 'fp16', 'bf16', 'int8', 'int4', not"
         ):
-            wire_format(unknown)  # type: ignore[arg-type]
+            wire_format(unknown)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from horovod.common import process_sets
+from one_process import wrap
 from sharded import distribute
 from torch import nn
 
@@ -68,7 +69,7 @@ def test_every_step_reaches_the_copies_within_groups() -> None:
     def run(**options: Any) -> tuple[list[float], set[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-        optimizer = distribute(torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, **options)
+        optimizer = wrap(model, shard=3, **options)
 
         def evaluated() -> float:
             with torch.no_grad():
@@ -102,19 +103,16 @@ def test_every_step_reaches_the_copies_within_groups() -> None:
 def test_groups_that_serve_nothing() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
-    def wrapped(**options: Any) -> Any:
-        return distribute(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
-
     with pytest.raises(ValueError, match="needs shard parameters"):
-        wrapped(shard=2, within="host")
+        wrap(model, shard=2, within="host")
     for within, message in (
         ("rack", "'rack'"),
         ([[0], [1]], "each group is one rank"),
         ([[0]], "each of the ranks"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrapped(shard=3, within=within)
-    optimizer = wrapped(shard=3, within="host")  # all ranks are on one host
+            wrap(model, shard=3, within=within)
+    optimizer = wrap(model, shard=3, within="host")  # all ranks are on one host
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     assert optimizer.traffic.sent["gather_within"] == 0 < optimizer.traffic.sent["all_gather"]

@@ -10,11 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from snapshot_files import sign
+from snapshot_files import read_snapshot, sign
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.fits import optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 
@@ -54,14 +53,14 @@ def write_old(folder: Path, files: dict[str, Any], sharding: Any, ranks: int) ->
     (path / "manifest.json").write_text(json.dumps(document))
     sign(path)
     with pytest.raises(SnapshotError, match="earlier version wrote it.*hvd-ckpt export --convert OLD NEW"):
-        reader.read(path)
+        read_snapshot(path)
     return path
 
 
 def check(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     result = CliRunner().invoke(main, ["export", "--convert", str(folder / "old"), str(folder / "new")])
     assert result.exit_code == 0, result.output
-    found = reader.read(folder / "new" / "snapshots" / "step-00000007", rank)
+    found = read_snapshot(folder / "new" / "snapshots" / "step-00000007", rank)
     for name, weight in model.state_dict().items():
         assert torch.equal(found.weights[name], weight), name
     assert found.weights["tied"] is found.weights["0.bias"]

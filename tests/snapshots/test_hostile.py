@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_files import optimizer_state, write
+from snapshot_files import optimizer_state, read_snapshot, write
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.optim import build_optimizer
-from hvd_ckpt.app.training.resume import check_fits, check_state
+from hvd_ckpt.app.training.resume import check_state
 from hvd_ckpt.processes.launchers import check_environment
-from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.fits import optimizer_values
+from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.schema import Wrong
@@ -53,7 +53,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     own["local"] = None
     ranges, groups, values = optimizer_state(model, optimizer)
     folder = tmp_path_factory.mktemp("snapshots")
-    return reader.read(
+    return read_snapshot(
         write(folder, 2, {**replicated, **groups}, {**own, **values}, model.state_dict(), ranges), 0
     )
 
@@ -89,7 +89,7 @@ def test_invalid_state_is_refused_with_its_key(
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    with pytest.raises(ConfigError, match=f"the snapshot of step 2 cannot be used: .*{says}"):
+    with pytest.raises(SnapshotError, match=f"cannot be used: .*{says}"):
         check_state(forged)
 
 
@@ -97,8 +97,8 @@ def test_invalid_state_is_refused_with_its_key(
 def test_a_file_of_any_rank_must_have_the_state_of_one(
     resumed: Snapshot, tmp_path: Path, value: object
 ) -> None:
-    forged = reader.read(write(tmp_path, 2, resumed.replicated, value), 0)
-    with pytest.raises(ConfigError, match="per_rank: "):
+    forged = read_snapshot(write(tmp_path, 2, resumed.replicated, value), 0)
+    with pytest.raises(SnapshotError, match="per_rank: "):
         check_state(forged)
     with pytest.raises(Wrong, match="rank-00000.pt: "):
         optimizer_values(forged, {"0.weight"})
@@ -109,22 +109,24 @@ def test_a_missing_key_is_named(resumed: Snapshot) -> None:
         for key in getattr(resumed, part):
             forged = copy.deepcopy(resumed)
             del getattr(forged, part)[key]
-            with pytest.raises(ConfigError, match=f"{part}: {key} is missing"):
+            with pytest.raises(SnapshotError, match=f"{part}: {key} is missing"):
                 check_state(forged)
 
 
 def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -> None:
-    with pytest.raises(ConfigError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
+    with pytest.raises(SnapshotError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
         check_fits(resumed, *make(5))
     model, _ = make()
     with pytest.raises(
-        ConfigError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
+        SnapshotError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
     ):
         check_fits(resumed, model, build_optimizer("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
     forged = copy.deepcopy(resumed)
     name = "optimizer.exp_avg/0.weight"
-    forged.tensors[name] = forged.tensors[name].model_copy(update={"size": (3,)})
-    with pytest.raises(ConfigError, match=r'exp_avg\["0.weight"\] is a tensor of float32 \[3\], and must be'):
+    forged.manifest.tensors[name] = forged.manifest.tensors[name].model_copy(update={"size": (3,)})
+    with pytest.raises(
+        SnapshotError, match=r'exp_avg\["0.weight"\] is a tensor of float32 \[3\], and must be'
+    ):
         check_fits(forged, *make())
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from one_process import batch, chain
+from same import assert_same
 from sharded import distribute
-from torch import Tensor, nn
+from snapshot_files import read_snapshot
+from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.utils.schema import Wrong
 from hvd_ckpt.utils.states import OptimizerState
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -40,7 +40,7 @@ class Own(torch.optim.SGD):
                     "of": (1, [parameter.grad.clone()], None),
                 }
                 parameter.grad.mul_(1 / (1 + state["all"].sum().float()))
-        shared = self.state["shared"]  # type: ignore[index]
+        shared = self.state["shared"]
         shared["steps"] = shared.get("steps", 0) + 1
         shared["mode"] = ["warm", {"up": torch.ones(2)}]
         self.calls += 1
@@ -92,26 +92,12 @@ def train(folder: Path, model: nn.Module, optimizer: Any, steps: int) -> int:
                 return loss
 
             if isinstance(optimizer, torch.optim.LBFGS):
-                optimizer.step(closure)  # type: ignore[no-untyped-call]
+                optimizer.step(closure)
             else:
                 closure()
                 optimizer.step()
             snapshots.save(number + 1)
     return begun
-
-
-def check_same(one: Any, other: Any, place: str = "") -> None:
-    assert type(one) is type(other), place
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other), place
-    elif isinstance(one, (list, tuple, dict)):
-        assert len(one) == len(other), place
-        if isinstance(one, dict):
-            assert list(one) == list(other), place
-        for key in one if isinstance(one, dict) else range(len(one)):
-            check_same(one[key], other[key], f"{place}[{key!r}]")
-    else:
-        assert one == other, place
 
 
 @pytest.mark.parametrize("kind", [lbfgs, own])
@@ -121,8 +107,8 @@ def test_state_of_any_form_resumes_with_the_same_bits(folder: Path, kind: Callab
     train(folder / "two", *make(kind), 3)
     again, resumed = make(kind)
     assert train(folder / "two", again, resumed, 5) == 3
-    check_same(dict(model.state_dict()), dict(again.state_dict()))
-    check_same(optimizer.state_dict(), resumed.state_dict())
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))
+    assert_same(optimizer.state_dict(), resumed.state_dict())
 
 
 def refused(folder: Path, match: str, kind: Callable[..., Any], **options: Any) -> None:
@@ -156,7 +142,7 @@ class Key(torch.optim.SGD):
 
 class Shared(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        self.state["shared"]["steps"] = 1  # type: ignore[index]
+        self.state["shared"]["steps"] = 1
         return super().step(closure)
 
 
@@ -183,7 +169,7 @@ class Column(torch.optim.SGD):
 def test_split_state_of_another_form_is_refused_when_saved(
     folder: Path, kind: Any, value: Any, says: str, shard: int
 ) -> None:
-    class Kind(kind):  # type: ignore[misc]
+    class Kind(kind):
         pass
 
     Kind.value = value
@@ -214,12 +200,12 @@ def test_vectors_of_all_parameters_are_not_given_to_another_order(folder: Path) 
 def test_a_tensor_of_a_parameter_must_have_its_shape(folder: Path) -> None:
     model, optimizer = make(own)
     train(folder, model, optimizer, 1)
-    snapshot = reader.read(folder / "snapshots" / "step-00000001")
+    snapshot = read_snapshot(folder / "snapshots" / "step-00000001")
     check_fits(snapshot, model, optimizer)
-    name = next(name for name in snapshot.tensors if "momentum_buffer" in name)
-    metadata = snapshot.tensors[name]
-    snapshot.tensors[name] = metadata.model_copy(update={"size": (3,)})
-    with pytest.raises(Wrong, match=r"momentum_buffer.* is a tensor of float32 \[3\], and must be"):
+    name = next(name for name in snapshot.manifest.tensors if "momentum_buffer" in name)
+    metadata = snapshot.manifest.tensors[name]
+    snapshot.manifest.tensors[name] = metadata.model_copy(update={"size": (3,)})
+    with pytest.raises(SnapshotError, match=r"momentum_buffer.* is a tensor of float32 \[3\], and must be"):
         check_fits(snapshot, model, optimizer)
 
 

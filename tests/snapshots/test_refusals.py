@@ -145,7 +145,7 @@ def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder: Path)
     if hc.rank() == 0:
         next(folder.rglob("replicated.pt")).write_bytes(b"")
     hc.barrier()
-    with pytest.warns() if hc.rank() == 0 else pytest.MonkeyPatch.context():  # type: ignore[attr-defined]
+    with pytest.warns() if hc.rank() == 0 else pytest.MonkeyPatch.context():
         on_all(SnapshotError, "", lambda: resume(folder, model, optimizer))
 
 

@@ -14,20 +14,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from snapshot_files import divided, sign, state_of
+from snapshot_files import divided, read_snapshot, sign, state_of
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.training.optim import build_optimizer
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.snapshots import reader
+from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.ranges import Range
-from hvd_ckpt.snapshots.schema import Layout, TensorMetadata
+from hvd_ckpt.snapshots.schema import Layout, Range, TensorMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.cuts import Cut
 
@@ -44,7 +42,7 @@ class Model(nn.Module):
         self.first = nn.Linear(5, 7, bias=False)
         self.tied = nn.Linear(5, 7, bias=False)
         self.tied.weight = self.first.weight
-        self.images = nn.Conv2d(4, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.images = nn.Conv2d(4, 3, 3).to(memory_format=torch.channels_last)
         self.empty = nn.Parameter(torch.zeros(0, 2))
         self.bf16 = nn.Parameter(torch.randn(11).bfloat16())
         self.norm = nn.BatchNorm1d(2)
@@ -113,9 +111,9 @@ def test_shards_of_all_ranks_make_whole_weights(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     path, model, _ = made
-    found = reader.read(path, 1)
-    assert (found.per_rank, found.replicated["a"], found.ranks) == (1, 1, RANKS)
-    assert found.layout.stage == 3
+    found = read_snapshot(path, 1)
+    assert (found.per_rank, found.replicated["a"], found.manifest.ranks) == (1, 1, RANKS)
+    assert found.manifest.layout.stage == 3
     expected = model.state_dict()
     written = export(path, tmp_path / "whole.safetensors")
     whole = load_file(tmp_path / "whole.safetensors")
@@ -144,8 +142,7 @@ def script() -> str:
 def loaded_by_script(path: Path, output: Path) -> dict[str, torch.Tensor]:
     assert "hvd_ckpt" not in script()
     subprocess.run([sys.executable, "-c", script(), path, output], check=True)
-    weights: dict[str, torch.Tensor] = torch.load(output, weights_only=True)
-    return weights
+    return torch.load(output, weights_only=True)
 
 
 def test_the_script_of_the_guide_loads_the_weights(
@@ -177,7 +174,7 @@ def test_the_script_of_the_guide_loads_parts(tmp_path: Path) -> None:
     found = loaded_by_script(tmp_path / "step-00000001", tmp_path / "weights.pt")
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert all(
-        torch.equal(reader.read(tmp_path / "step-00000001").weights[name], one)
+        torch.equal(read_snapshot(tmp_path / "step-00000001").weights[name], one)
         for name, one in weights.items()
     )
 
@@ -188,7 +185,7 @@ def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     path = made[0]
     file = path / "rank-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    for use in (reader.read, lambda path: export(path, tmp_path / "new.safetensors")):
+    for use in (read_snapshot, lambda path: export(path, tmp_path / "new.safetensors")):
         with pytest.raises(SnapshotError, match=r"rank-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
@@ -241,4 +238,4 @@ def test_a_manifest_whose_ranges_do_not_fit_is_refused(
     change(manifest)
     sign(made[0], **manifest)
     with pytest.raises(SnapshotError, match=f"manifest.json: .*{says}"):
-        reader.read(made[0])
+        read_snapshot(made[0])

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from same import whole_weights
+from same import assert_same, whole_weights
 from sharded import distribute
-from snapshot_files import divided
+from snapshot_files import divided, read_snapshot
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots import reader, training_state
+from hvd_ckpt.snapshots import training_state
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.ranges import Elements, Range
 from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
-from hvd_ckpt.snapshots.schema import tensors_file
+from hvd_ckpt.snapshots.schema import Range, tensors_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3, 4))
@@ -41,7 +40,7 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(24, 16)
         self.images = nn.Conv2d(1, 16, 3, padding=1)
         self.frozen = nn.Conv2d(16, 8, 3).requires_grad_(False)
-        self.frozen.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.frozen.to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm1d(16)
         self.bfloats = nn.Parameter(torch.randn(37).bfloat16())
         self.head = nn.Linear(16, 24, bias=False)
@@ -91,8 +90,9 @@ class Run:
         """The files of a snapshot with elements of this rank's weights and buffers."""
         files = open_snapshot(path)
         names = ModelTensors(self.model, self.optimizer)
-        own = {f"weights/{name}": (start, stop) for name, _, start, stop, _ in names.weight_pieces()}
-        if files.replicas != hc.size():  # else those of this rank, in its own file
+        shards = [part for part in names.weights() if part.spec is None]
+        own = {f"weights/{part.name}": (part.start, part.stop) for part in shards}
+        if files.manifest.replicas != hc.size():  # else those of this rank, in its own file
             own.update({f"weights/{name}": (0, one.numel()) for name, one in self.model.named_buffers()})
         return {
             tensors_file(rank)
@@ -100,12 +100,6 @@ class Run:
             for first, last, rank in files.manifest.by_tensor.get(name, ())
             if max(first, start) < min(last, stop)
         }
-
-
-def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
 
 
 @contextmanager
@@ -125,10 +119,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 def divide(path: Path, folder: Path, ranks: int) -> None:
     """Writes a snapshot of this one's state as so many ranks would, with equal parts of all tensors. For one rank to call."""
-    files, found = open_snapshot(path), reader.read(path, 0)
+    files, found = open_snapshot(path), read_snapshot(path, 0)
     whole = []
-    for name, tensor in files.tensors.items():
-        (values,) = files.read([Elements(name, 0, tensor.numel, tensor)])
+    for name, tensor in files.manifest.tensors.items():
+        (values,) = files.read([Range(name, 0, tensor.numel, tensor)])
         whole.append(Range(name, 0, tensor.numel, tensor, values))
     values = optimizer_values(found, files.manifest.names("weights").keys() - dict(Model(0).named_buffers()))
     writers = [
@@ -138,7 +132,11 @@ def divide(path: Path, folder: Path, ranks: int) -> None:
     for rank, writer in enumerate(writers):
         per_rank = {**found.per_rank, "optimizer": values}
         state = SavedState(
-            found.replicated, per_rank, divided(whole, rank, ranks), found.aliases, found.layout
+            found.replicated,
+            per_rank,
+            divided(whole, rank, ranks),
+            found.manifest.aliases,
+            found.manifest.layout,
         )
         writer.begin(1, state)
     for writer in writers:
@@ -165,7 +163,7 @@ def test_a_rank_reads_the_weight_files_that_have_elements_of_its_own(
             assert found == {tensors_file(hc.rank())}
         else:
             assert found >= again.needed(path), name
-        check_same(again.state(), expected)
+        assert_same(again.state(), expected)
         assert again.model.head.weight is again.model.tokens.weight
         again.model(torch.arange(24)).backward()
         again.optimizer.step()  # with the state of the optimizer
@@ -175,7 +173,7 @@ def test_a_rank_reads_the_weight_files_that_have_elements_of_its_own(
     with opened(monkeypatch) as found:
         again.resume(folder / "run")
     assert found == {tensors_file(rank) for rank in range(hc.size())}
-    check_same(again.state(), expected)
+    assert_same(again.state(), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"shard": 1}, {"shard": 2, "wire": "bf16"}], ids=str)
@@ -189,13 +187,13 @@ def test_weights_in_shards_resume_from_whole_ones_and_from_exact_ones(
         again.resume(folder / "run")
     expected = {hc.rank()} if options else range(hc.size())
     assert found == {tensors_file(rank) for rank in expected}
-    check_same(again.state(), run.state())
+    assert_same(again.state(), run.state())
     sharded = Run(1, shard=3)
     with opened(monkeypatch) as found:
         sharded.resume(folder / "run")
     assert found >= sharded.needed(folder / "run" / "snapshots" / STEP)
     if "wire" not in options:
-        check_same(sharded.state(), run.state())
+        assert_same(sharded.state(), run.state())
 
 
 def flip(path: Path) -> None:
@@ -210,7 +208,7 @@ def flip(path: Path) -> None:
         (Path.unlink, r"rank-0000.\.safetensors: No such file"),
         (lambda path: path.write_bytes(b""), r"rank-0000.\.safetensors: it has 0 bytes"),
         (lambda path: shutil.copytree(path.parents[3] / "other" / "snapshots" / STEP, path.parent,
-                                      dirs_exist_ok=True), "has been written again while it was read"),
+                                      dirs_exist_ok=True), r"rank-0000.\.safetensors: its content is not what was written"),
     ],
     ids=["flipped", "gone", "empty", "replaced"],
 )  # fmt: skip
@@ -234,4 +232,4 @@ def test_a_shard_that_is_damaged_after_it_was_found_is_an_error_on_all_ranks(
     with pytest.raises(SnapshotError, match=f"'{file.parent}' .*{says}") as error:
         run.resume(folder / "run")
     assert "\n" not in str(error.value)
-    check_same(run.state(), before)
+    assert_same(run.state(), before)

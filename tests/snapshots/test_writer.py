@@ -17,20 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from snapshot_files import divided, file_size_limit, found_in, state_of, write
+from same import assert_same
+from snapshot_files import divided, file_size_limit, found_in, read_snapshot, state_of, write
 from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import barrier, content, reader, writer
 from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.folder import later_snapshots, remove_abandoned
-from hvd_ckpt.snapshots.tensors import AsyncCopy, Staging
+from hvd_ckpt.snapshots.folder import remove
+from hvd_ckpt.snapshots.tensors import Staging
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 TOKEN = "0123abcd"
@@ -126,7 +126,7 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                     [optimizer.state_dict(), own],
                 )
                 with monkeypatch.context() as patch:
-                    copying, writing = Gate(patch, AsyncCopy, "run"), Gate(patch, writer, "write_content")
+                    copying, writing = Gate(patch, Staging, "run"), Gate(patch, writer, "write_content")
                     if blocking:
                         copying.open(), writing.open()
                     changes = {"weights": model.state_dict(), "replicated": optimizer.state_dict()}
@@ -142,8 +142,8 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                     path, *_ = [one.wait() for one in job.writers]
                 assert path is not None and path == job.writers[0].written
                 assert path.name == f"step-0000000{step}" and found_in(folder) == path
-                found = reader.read(path, rank=ranks - 1)
-                assert same([found.weights, [found.replicated, found.per_rank]], [weights, state])
+                found = read_snapshot(path, rank=ranks - 1)
+                assert_same([found.weights, [found.replicated, found.per_rank]], [weights, state])
                 assert found.weights["2.weight"] is found.weights["0.weight"]
             assert not job.told
             assert names(folder) == ["step-00000002", "step-00000003"]
@@ -154,7 +154,7 @@ def test_a_snapshot_whose_weights_change_while_they_are_copied_is_not_written(
 ) -> None:
     weights = {"a": torch.zeros(4000)}
     with Job(tmp_path, 1) as job:
-        with Gate(monkeypatch, AsyncCopy, "run"):
+        with Gate(monkeypatch, Staging, "run"):
             job.begin(1, weights=weights)
             weights["a"][2:].add_(1.0)
         assert job.writers[0].wait() is None
@@ -162,16 +162,6 @@ def test_a_snapshot_whose_weights_change_while_they_are_copied_is_not_written(
         assert "step 1 was not written" in told and "call before_update() of the Snapshots before" in told
         job.begin(2, weights=weights)
         assert job.writers[0].wait() == tmp_path / "step-00000002"
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return set(one) == set(other) and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def test_copies_have_every_bit_and_use_the_same_memory_again() -> None:
@@ -183,7 +173,8 @@ def test_copies_have_every_bit_and_use_the_same_memory_again() -> None:
     staging = Staging()
     copies = [staging.copy_of(one) for one in tensors]
     for _ in range(2):
-        AsyncCopy([], list(zip(tensors, copies))).run()
+        staging.start()
+        staging.run()
         for tensor, copy in zip(tensors, copies):
             ours, theirs = (one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, copy))
             assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(ours, theirs)
@@ -284,8 +275,34 @@ def test_on_a_short_disk_the_newest_snapshot_stays_and_the_last_is_written_again
             for one in job.writers:
                 one.again()
             path, *_ = [one.wait() for one in job.writers]
-        assert path is not None and reader.read(path).replicated == {"step": 3} and len(job.told) == 1
+        assert path is not None and read_snapshot(path).replicated == {"step": 3} and len(job.told) == 1
         assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_weights_that_changed_while_they_were_copied_are_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, state: Any) -> Any:
+        raise OSError(28, os.strerror(28), str(path))
+
+    changing = torch.zeros(4000)
+    with Job(tmp_path) as job:
+        first, second = job.writers
+        for step in (1, 2):
+            job.write(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(content, "save_state", full)
+            with Gate(patch, Staging, "run"):
+                first.begin(3, state_of({"a": torch.ones(4000)}))
+                second.begin(3, state_of({"b": changing}))
+                changing[2000:].add_(1.0)
+            assert first.wait() is None and first.made_room
+            second.wait()
+        for one in job.writers:
+            one.again()
+        assert first.wait() is None and "rank 1: weights or optimizer state were changed" in job.told[-1]
+        second.wait()
+        assert names(tmp_path) == ["step-00000002"]
 
 
 def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
@@ -324,16 +341,16 @@ def test_a_run_killed_while_it_removes_later_snapshots_resumes_from_the_last_or_
 
     for step in (20, 30, 40, 50):
         write(tmp_path, step)
-    abandoned = later_snapshots(tmp_path, 20)
+    abandoned = [tmp_path / f"step-000000{step}" for step in (50, 40)]
     new = write(tmp_path, 30, replicated="new")
     calls = itertools.count()
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-        remove_abandoned(abandoned, new, pytest.fail)
+        remove(abandoned, pytest.fail)
     newest = found_in(tmp_path)
     assert newest == (tmp_path / "step-00000050" if killed_after < 2 else new)
-    assert reader.read(new).replicated == "new"
+    assert read_snapshot(new).replicated == "new"
     assert not list(tmp_path.glob("step-*40")) or killed_after == 0
 
 
@@ -345,19 +362,21 @@ def test_later_snapshots_that_cannot_be_removed_are_one_warning(
 
     with Job(tmp_path) as job:
         job.write(5)
-    abandoned = later_snapshots(tmp_path, 1)
-    with Job(tmp_path, on_written=partial(remove_abandoned, abandoned)) as job:
+    abandoned = [tmp_path / "step-00000005"]
+    with Job(tmp_path, on_written=lambda _, warn: remove(abandoned, warn)) as job:
         monkeypatch.setattr(writer, "prune", lambda *_: None)
         monkeypatch.setattr(shutil, "rmtree", denied)
         assert job.write(3) is not None
     assert len(job.told) == 1 and "cannot be removed: Permission denied" in job.told[0] and not recwarn
 
 
-def test_a_closed_writer_has_no_thread_and_says_so(tmp_path: Path) -> None:
+def test_a_closed_writer_has_no_thread_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = Gate(monkeypatch, writer, "write_content")
     with Job(tmp_path) as job:
-        job.write(1)
+        job.begin(1)
         threads = [one for one in threading.enumerate() if one.name == "hvd_ckpt.snapshots"]
         assert len(threads) == 2 and all(one.daemon for one in threads)
+        writing.open()
     assert not any(one.is_alive() for one in threads)
     with pytest.raises(RuntimeError, match="the writer is closed"):
         job.begin(2)
@@ -403,23 +422,10 @@ def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
         left_over |= any(path.name.startswith(".") for path in tmp_path.iterdir())
         newest = found_in(tmp_path)
         assert newest is not None
-        assert int(reader.read(newest).weights["a"].float().mean()) == reader.read(newest).step
+        assert int(read_snapshot(newest).weights["a"].float().mean()) == read_snapshot(newest).manifest.step
     assert left_over
-    reader.prune(tmp_path, 1)
+    reader.prune(tmp_path, 1, pytest.fail)
     assert names(tmp_path) == [newest.name]
-
-
-def test_prune_leaves_a_snapshot_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing = Gate(monkeypatch, writer, "write_content")
-    with Job(tmp_path) as job:
-        job.begin(1)
-        assert writing.reached.wait(60)
-        monkeypatch.chdir(tmp_path)
-        reader.prune(Path(), 1)
-        writing.open()
-        assert job.writers[0].wait() == tmp_path / "step-00000001"
 
 
 def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from snapshot_files import divided, state_of
+from snapshot_files import divided, read_snapshot, state_of
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -34,7 +33,7 @@ def test_ranks_write_while_they_train(folder: Path) -> None:
     hc.barrier()
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000002", "step-00000004"]
     for step in (2, 4):
-        found = reader.read(folder / f"step-0000000{step}")
+        found = read_snapshot(folder / f"step-0000000{step}")
         assert found.weights["a"].eq(step - 1).all() and found.replicated == {"step": step}
         assert found.per_rank["rank"] == hc.rank() and found.per_rank["step"].eq(step).all()
     assert len(told) == (hc.rank() == 0)

@@ -99,7 +99,7 @@ def grid_of(simulation: Simulation, stages: int, tensor: int) -> Grid:
     Nccl.simulation = simulation
     peers = [Peer.here(number) for number in range(stages * tensor)]
     grid = Grid(stages, 1, 0, 0, tensor=tensor, peers=peers, backend="nccl", store=HashStore())
-    grid.link = Loopback(simulation)  # type: ignore[assignment]
+    grid.link = Loopback(simulation)
     device_link.add_links(grid)
     return grid
 

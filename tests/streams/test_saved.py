@@ -30,8 +30,8 @@ def test_the_host_waits_a_few_times_and_not_to_restore(tensor: torch.Tensor, wai
         assert (compressed is None) == (compressed_here is None)
         if compressed is not None and compressed_here is not None:
             simulation.waits.clear()
-            restored = compressed.restore()
+            restored = compressed.get()
             assert restored.device == DEVICE and not simulation.waits
             assert torch.equal(compressed.payload.cpu(), compressed_here.payload)
-            assert torch.equal(restored.cpu(), compressed_here.restore())
+            assert torch.equal(restored.cpu(), compressed_here.get())
         assert not simulation.races

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from streams import DEVICE, Simulation, check, simulated
 
-from hvd_ckpt.snapshots.tensors import AsyncCopy, Staging
+from hvd_ckpt.snapshots.tensors import Staging
 
 
 def snapshots(simulation: Simulation) -> None:
@@ -15,12 +15,12 @@ def snapshots(simulation: Simulation) -> None:
     for _ in range(2):
         weights.add_(1)  # the optimizer's step
         staging.restart()
-        pairs = [(tensor, staging.copy_of(tensor)) for tensor in (statistics, weights)]
-        copying = AsyncCopy(pairs[:1], pairs[1:])
+        copies = staging.copy_of(statistics, at_once=True), staging.copy_of(weights)
+        staging.start()
         statistics.add_(weights[:10])  # the next forward pass
         with simulation.thread("writer"):
-            copying.run()
-            total = sum(float(copy.sum()) for _, copy in pairs)
+            staging.run()
+            total = sum(float(copy.sum()) for copy in copies)
         assert total == float(weights.sum()) + float(statistics.sum()) - float(weights[:10].sum())
         simulation.wait_for_thread("writer")
 
@@ -32,7 +32,8 @@ def test_every_synchronization_is_needed() -> None:
 def test_the_host_waits_in_the_writers_thread_alone() -> None:
     with simulated() as simulation:
         weights, staging = torch.ones(1000, device=DEVICE), Staging()
-        copying = AsyncCopy([], [(weights, staging.copy_of(weights))])
+        staging.copy_of(weights)
+        staging.start()
         assert not simulation.waits
-        copying.run()
+        staging.run()
         assert len(simulation.waits) == 1

@@ -22,10 +22,9 @@ import hosts as namespaces
 import pytest
 from controllers import HOROVODRUN
 from hosts import Hosts
-from snapshot_files import digest_of
+from snapshot_files import digest_of, read_snapshot
 
 from hvd_ckpt.app.training import logs
-from hvd_ckpt.snapshots import reader
 
 pytestmark = [
     pytest.mark.launch,
@@ -187,7 +186,7 @@ def snapshot_of(run: Path, step: int) -> Path:
 
 
 def position(run: Path, step: int) -> int:
-    found = reader.read(snapshot_of(run, step), 0)
+    found = read_snapshot(snapshot_of(run, step), 0)
     return found.replicated["progress"]["position"]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
+from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.data.objectives import IGNORED, Batch, NextOrHiddenToken
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -45,8 +45,7 @@ def test_samples_without_targets_do_not_count(objective: NextOrHiddenToken, firs
     model, data = nn.Embedding(9, 5).train(first > 0), Tokens(first)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        options = EvaluationOptions(2, torch.device("cpu"), in_step=first == 0)
-        found = evaluate(model, data, objective, options)
+        found = evaluate(model, data, objective, batch=2, device=torch.device("cpu"), in_step=first == 0)
     assert [hc.rank() == 0 for one in heard if "no target that counts" in str(one.message)] == (
         [True] if first == len(data) and hc.rank() == 0 else []
     )

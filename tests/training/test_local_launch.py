@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from controllers import HOROVODRUN, probe, run_ranks
-from same import assert_same_state
+from same import assert_same
+from snapshot_files import read_snapshot
 
-from hvd_ckpt.snapshots.reader import Snapshot, read
+from hvd_ckpt.snapshots.reader import Snapshot
 
 pytestmark = pytest.mark.launch
 
@@ -65,18 +66,18 @@ def test_a_rank_that_is_killed_within_a_period_changes_nothing(
     assert status == 0 and "resumes after step " in output, output
     for rank in range(2):
         ends: list[Snapshot] = [
-            read(Path(run, "snapshots", f"step-{STEPS:08d}"), rank) for run in ("undisturbed", "run")
+            read_snapshot(Path(run, "snapshots", f"step-{STEPS:08d}"), rank) for run in ("undisturbed", "run")
         ]
         assert ends[0].replicated["mid_period"]
         for name in ("local", "optimizer"):
-            assert_same_state(ends[0].per_rank[name], ends[1].per_rank[name], name)
+            assert_same(ends[0].per_rank[name], ends[1].per_rank[name], place=name)
         assert_same_tensors(ends)
 
 
 def assert_same_tensors(ends: list[Snapshot]) -> None:
     """Those of all ranks: weights, buffers, and state of the optimizer."""
-    for kind in {name.partition("/")[0] for name in ends[0].tensors}:
-        assert_same_state(*(end.whole_tensors(kind) for end in ends), kind)
+    for kind in {name.partition("/")[0] for name in ends[0].manifest.tensors}:
+        assert_same(*(end.whole_tensors(kind) for end in ends), place=kind)
 
 
 def test_an_elastic_job_goes_on_from_the_last_average(
@@ -112,6 +113,6 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     shutil.copy("run/config.yaml", "again")
     status, output = run_ranks(1, PROGRAM, "train", "--resume=again")
     assert status == 0, output
-    ends = [read(Path(run, "snapshots", f"step-{STEPS:08d}"), 0) for run in ("run", "again")]
+    ends = [read_snapshot(Path(run, "snapshots", f"step-{STEPS:08d}"), 0) for run in ("run", "again")]
     assert_same_tensors(ends)
     assert ends[0].replicated["progress"]["position"] == 4 * (2 * 5 + STEPS - 5)

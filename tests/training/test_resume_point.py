@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from same import same
 from snapshot_files import state_of
-from torch import Tensor
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.elastic import RunState
@@ -39,16 +40,6 @@ def trainer(rank: int, values: dict[str, Any]) -> Any:
     )
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
 def test_every_rank_resumes_from_the_commit_of_rank_0() -> None:
     rank = hc.rank()
     run = RunState()
@@ -63,8 +54,12 @@ def test_every_rank_resumes_from_the_commit_of_rank_0() -> None:
         run = RunState()
     run.sync()
     assert run.point is not None and run.point.folder == Path("/run-0")
-    made = run.point.read()
-    assert made is not None and (made.step, made.ranks, made.per_rank) == (0, hc.size(), None)
+    made = run.point.snapshot
+    assert made is not None and (made.manifest.step, made.manifest.ranks, made.per_rank) == (
+        0,
+        hc.size(),
+        None,
+    )
     assert same({"weights": made.weights, "replicated": made.replicated}, state(0))
 
 
@@ -78,7 +73,7 @@ def test_a_commit_stays_as_it_was_taken() -> None:
     for _ in range(2):
         run.restore()
         assert run.point is not None
-        made = run.point.read()
-        assert made is not None
+        assert run.point.snapshot is not None
+        made = dataclasses.replace(run.point.snapshot)  # as a trainer reads it
         assert same({"weights": made.weights, "replicated": made.replicated}, state(1))
         made.replicated["options"][0]["means"][0].zero_()  # as an optimizer does

@@ -14,10 +14,11 @@ import pytest
 import torch
 from controllers import probe, run_ranks, start_ranks
 from safetensors.torch import load_file
+from same import assert_same
+from snapshot_files import read_snapshot
 
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export
 
 pytestmark = pytest.mark.launch
@@ -36,9 +37,6 @@ TOKENS = [
 ADAM = ["--optimizer=adamw", "--lr=0.01"]
 SGD = ["--optimizer=sgd", "--lr=0.1", "--weight-decay=0"]  # rounding stays rounding
 MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the pipeline
-    "bert-tiny": ([*TOKENS, *SGD], ["--checkpoint=never"]),
-    "roberta-tiny": ([*TOKENS, *SGD], ["--pipeline=2,schedule=gpipe"]),
-    "xlnet-tiny": ([*TOKENS, *SGD], ["--checkpoint=except_last"]),
     "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline=2,schedule=interleaved"]),
     "gpt-tiny": (
         [*TOKENS, *ADAM, "--model-option=tied=false", "--model-option=dropout=0.1", "--ema=0.8",
@@ -46,7 +44,6 @@ MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the
         ["--budget=min"],
     ),
     "lstm-small": (["--sequence-length=8", "--model-option=width=16", *ADAM], []),
-    "densenet-22": (["--pixels=8", "--model-option=dropout=0.1", "--precision=bf16", *ADAM], ["--pipeline=2,schedule=interleaved"]),
     "resnet-20": (
         ["--pixels=8", "--batch-norm=deferred", "--precision=fp16", "--clip=1", f"--snapshot-every={STOPPED}", *ADAM],
         ["--pipeline=2,balance=[5,6]", "--checkpoint=auto"],
@@ -56,7 +53,6 @@ MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the
          "--model-option=width=4", *ADAM],
         [],
     ),
-    "vnet": (["--pixels=16", "--model-option=width=2", *ADAM], ["--pipeline=2,schedule=gpipe"]),
 }  # fmt: skip
 RESUMED = ("gpt-tiny", "resnet-20")
 Run = dict[str, Any]
@@ -106,15 +102,7 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return reader.read(run / "snapshots" / f"step-{step:08d}").weights
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = True) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        assert torch.equal(one, theirs[name]) if exact else torch.allclose(one, theirs[name], 1e-4, 1e-5), (
-            name
-        )
+    return read_snapshot(run / "snapshots" / f"step-{step:08d}").weights
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -140,7 +128,7 @@ def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None:
+def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None:
     """With the same log; and a run goes on in another number of stages as if it had always been there."""
     whole = [run_of(tmp_path, "whole", name) for name in MODELS]
     staged = [run_of(tmp_path, "staged", name, "--pipeline=2", *own) for name, (_, own) in MODELS.items()]
@@ -148,15 +136,15 @@ def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -
         whole.append(resumed(tmp_path, "whole", "staged", name, "--pipeline=1", "--checkpoint=always"))
         staged.append(resumed(tmp_path, "staged", "whole", name, "--pipeline=2"))
     many = ["--pipeline=2,schedule=interleaved,virtual_stages=99"]
-    staged.append({**run_of(tmp_path, "refused", "vnet", *many), "refused": "blocks"})
+    staged.append({**run_of(tmp_path, "refused", "lstm-small", *many), "refused": "blocks"})
     run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
     for name in MODELS:
         one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
-        written = reader.read(two / "snapshots" / f"step-{STEPS:08d}")
-        assert written.manifest is not None and written.layout.pipeline_stages == 2
+        written = read_snapshot(two / "snapshots" / f"step-{STEPS:08d}")
+        assert written.manifest is not None and written.manifest.layout.pipeline_stages == 2
         tied = bool(written.manifest.aliases)
-        assert tied == (name in ("bert-tiny", "roberta-tiny", "xlnet-tiny", "gpt2-tiny"))
-        assert_same(written.weights, weights(one), exact=not tied)
+        assert tied == (name == "gpt2-tiny")
+        assert_same(written.weights, weights(one), 1e-4 if tied else 0.0)
         if not tied:
             assert records(one) == records(two), name
     assert Plan.load(tmp_path / "staged" / "gpt-tiny" / "plan.json").pipeline is not None
@@ -165,41 +153,6 @@ def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -
         assert_same(weights(run), weights(unstopped))
         assert records(run) == [one for one in records(unstopped) if one["step"] > STOPPED]
     assert_same(*(averages(tmp_path, tmp_path / job / "gpt-tiny") for job in ("whole", "staged")))
-
-
-def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
-    """Two replicas of two stages go on from two ranks with the whole model, sharded in each way, and these from them."""
-    name, keep, exact = "lstm-small", "--keep-snapshots=9", ",accumulate_locally=true"
-    saves = ("--ema=0.8", "--snapshot-every=1")
-    whole = [
-        run_of(tmp_path, "whole", name, *saves),
-        resumed(
-            tmp_path,
-            "whole",
-            "staged",
-            "none",
-            "--pipeline=1",
-            f"--shard=2{exact}",
-            keep,
-            name="from none",
-            step=3,
-        ),
-        resumed(tmp_path, "whole", "staged", "parameters", "--pipeline=1", name="from parameters", step=3),
-    ]
-    staged = [
-        resumed(tmp_path, "staged", "whole", name, "--pipeline=2", *own, name=to)
-        for to, own in (
-            ("none", ()),
-            ("optimizer", ("--shard=1",)),
-            ("gradients", (f"--shard=2{exact}", keep)),
-            ("parameters", (f"--shard=3{exact}", keep)),
-        )
-    ]
-    run_jobs(tmp_path, {"whole": (2, 1, whole), "staged": (4, 2, staged)})
-    unstopped = tmp_path / "whole" / name
-    for run in (*(tmp_path / "staged").iterdir(), *(tmp_path / "whole").glob("from *")):
-        assert_same(weights(run), weights(unstopped))
-        assert_same(averages(tmp_path, run), averages(tmp_path, unstopped))
 
 
 def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from all_ranks import Poisoned
+from snapshot_files import read_snapshot
 
 import hvd_ckpt as hc
 import hvd_ckpt.reduction.weights
@@ -39,21 +41,6 @@ class Disturbed(Trainer):
         return super().step(parts)
 
 
-class Poisoned:
-    """An objective whose loss is nan on the last rank in one step."""
-
-    def __init__(self, objective: Any) -> None:
-        self._objective, self._calls = objective, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
-    def loss(self, output, batch):
-        self._calls += torch.is_grad_enabled()
-        loss = self._objective.loss(output, batch)
-        return loss * float("nan") if self._calls == AT and hc.rank() == LAST else loss
-
-
 def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: Any) -> Outcome:
     if "resume" not in changes:
         changes["output"] = str(folder)
@@ -61,7 +48,7 @@ def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: 
         "resnet-20", steps=6, batch=4, pixels=8, lr=1e-2, eval_batches=1, log_every=1, eval_every=3, **changes
     )
     parts = assemble(config)
-    objective: Any = Poisoned(parts.objective) if poisoned else parts.objective
+    objective: Any = Poisoned(parts.objective, AT) if poisoned else parts.objective
     trainer = Disturbed(config, parts.model, objective, parts.train, parts.test)
     trainer.disturb = disturb
     outcome = trainer.run()
@@ -70,7 +57,7 @@ def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: 
 
 
 def state(folder: Path, step: int) -> tuple[Any, Any]:
-    read = reader.read(folder / "snapshots" / f"step-{step:08}")
+    read = read_snapshot(folder / "snapshots" / f"step-{step:08}")
     return read.weights, read.replicated["progress"]
 
 
@@ -104,7 +91,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
 
 @pytest.mark.ranks(gloo=(1,))  # rank 0 looks for it
 def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("hvd_ckpt.snapshots.stopping.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.processes.stopping.LOOK_SECONDS", 0.0)
     stop = folder / "run" / "stop"
     outcome = train(folder / "run", lambda trainer: stop.touch())
     assert (outcome.stopped, outcome.steps) == ("stop", AT)

@@ -1,8 +1,7 @@
-"""The small parts of the training room: names, optimizers, schedules, logs, progress and plots."""
+"""The small parts of the training room: names, optimizers, schedules, logs and progress."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -12,15 +11,13 @@ import types
 
 import pytest
 import torch
-from rich.console import Console
 from snapshot_files import file_size_limit
 from torch import nn
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.callbacks import Callbacks, TensorBoard
-from hvd_ckpt.app.training.logs import loss_plot
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer, optimizer_names
-from hvd_ckpt.app.training.report import Meter, ProgressLine
+from hvd_ckpt.app.training.report import Meter, ProgressLines
 
 
 class Tied(nn.Module):
@@ -168,7 +165,7 @@ def test_resume_writes_later_steps_anew_and_cuts_an_unfinished_line(tmp_path):
 def test_bad_log_names_file_and_line(tmp_path, line):
     path = tmp_path / "log.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    for use in (logs.read, lambda path: logs.Logs(tmp_path), lambda path: draw(path, tmp_path)):
+    for use in (logs.read, lambda path: logs.Logs(tmp_path)):
         with pytest.raises(ValueError, match=r"log\.jsonl', line 2"):
             use(path)
     with pytest.raises(ValueError, match="absent"):
@@ -249,68 +246,29 @@ RECORD = {
 }  # fmt: skip
 
 
-def test_plain_lines_elsewhere():
-    output = io.StringIO()
-    with ProgressLine(100, 10, Console(file=output, width=20)) as line:
+def test_a_line_for_each_record(capsys):
+    clock = Clock()
+    with ProgressLines(100, 10, clock=clock) as line:
         line.advance(18)
         line.advance(19)
-        assert output.getvalue() == ""
+        assert capsys.readouterr().err == ""
+        clock.now = 2.0
         line.show(RECORD)
-        line.show({"step": 20, "kind": "eval", "loss": 1.5, "accuracy": 0.5, "seconds": 3.0})
+        line.show({"step": 20, "kind": "eval", "loss": 1.5, "accuracy": 0.5, "seconds": 3.0, "samples": 64})
         line.say("[a] word")
-    first, *others = output.getvalue().splitlines()
-    training = r"step  20/100  loss 2.3457  12.3k tokens/s  lr 0.0003  peak 1.50 GiB \(resident set\)  clipped 0.25  0:00:0\d left"
-    assert re.fullmatch(training, first)
-    assert others == ["step  20/100  evaluation  loss 1.5  accuracy 0.5", "[a] word"]
-
-
-def test_one_live_line_on_a_terminal():
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=200, _environ={"TERM": "xterm"})
-    with ProgressLine(100, 0, console) as line:
-        line.advance(1)
-        line.show(RECORD)
-        line.show({"step": 20, "kind": "eval", "loss": 1.5})
-        assert "step  20/100  evaluation  loss 1.5\n" in output.getvalue()
-        line.show({"step": 20, "kind": "eval", "loss": 1.5, "perplexity": 4.48169, "samples": 64})
-        assert "step  20/100  evaluation  loss 1.5  perplexity 4.4817  over 64 samples\n" in output.getvalue()
-        line.show(RECORD)
-    assert "loss 2.3457" in output.getvalue() and "\x1b[2K" in output.getvalue()
-    assert "perplexity 4.4817 at step 20" in output.getvalue()
-
-
-def test_long_silence_prints_the_position_of_the_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hvd_ckpt.utils.text.SECONDS", 0.01)
-    output = io.StringIO()
-    with ProgressLine(100, 10, Console(file=output, width=20)) as line:
-        line.advance(19)
-        while output.getvalue().count("\n") < 2:
-            time.sleep(0.01)
-    assert all(
-        re.fullmatch(r"step  19/100  (\?|0:00:\d\d) left", one) for one in output.getvalue().splitlines()
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == (
+        "step  20/100  loss 2.3457  12.3k tokens/s  lr 0.0003  peak 1.50 GiB (resident set)  clipped 0.25  0:00:16 left"
     )
+    assert others == ["step  20/100  evaluation  loss 1.5  accuracy 0.5  over 64 samples", "[a] word"]
 
 
-# ------------------------------------------------------------------------------------ plots
-
-
-def write_log(path, losses, evaluations=()):
-    with logs.Logs(path) as log:
-        for step, loss in enumerate(losses, start=1):
-            log.write({"step": step, "kind": "train", "loss": loss})
-            if step in evaluations:
-                log.write({"step": step, "kind": "eval", "loss": loss})
-    return log.path
-
-
-def draw(log, folder):
-    loss_plot(log, folder / "loss.png", "run")
-
-
-def test_no_loss_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="has no loss"):
-        draw(write_log(tmp_path / "a", []), tmp_path)
-    path = tmp_path / "b.jsonl"
-    path.write_text('{"step": 1, "kind": "train", "loss": 1}\n{"step": 2, "kind": "train"}\n')
-    with pytest.raises(ValueError, match=r"b\.jsonl', line 2: a record of kind train needs"):
-        draw(path, tmp_path)
+def test_long_silence_prints_the_position_of_the_run(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("hvd_ckpt.utils.text.SECONDS", 0.01)
+    with ProgressLines(100, 10) as line:
+        line.advance(19)
+        said = ""
+        while said.count("\n") < 2:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert all(re.fullmatch(r"step  19/100  (\?|0:00:\d\d) left", one) for one in said.splitlines())

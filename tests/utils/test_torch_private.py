@@ -52,7 +52,7 @@ def test_an_older_pytorch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
     text = str(first_use(monkeypatch))
     assert "2.4.1" in text and ".".join(map(str, torch_private.OLDEST)) in text
-    assert any("2.4.1" in problem for problem in doctor.problems({"torch": doctor.torch_facts()}))
+    assert any("2.4.1" in finding.problem for finding in doctor.of_torch(doctor.torch_facts()))
 
 
 def test_a_pytorch_that_dropped_a_name_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

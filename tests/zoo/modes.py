@@ -222,7 +222,7 @@ def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], st
             elif isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(
                 child, (nn.ModuleList, nn.ModuleDict)
             ):
-                child.forward = _checkpointed(child.forward, use_reentrant)  # type: ignore[method-assign]
+                child.forward = _checkpointed(child.forward, use_reentrant)
                 count += 1
             else:
                 count += wrap(child)

@@ -14,18 +14,16 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.install.build_horovod import failure_of_last_build, missing_prerequisites
-from hvd_ckpt.app.install.offline import LIMIT, fill
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
-from hvd_ckpt.processes.probe import OPERATIONS, probe
+from hvd_ckpt.processes.probe import OPERATIONS, ProbeResult, probe
 from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line, installed_version
 from hvd_ckpt.utils.folders import cache_folder, make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
@@ -45,26 +43,39 @@ ENVIRONMENT_NAMES = (
 Facts = dict[str, Any]
 
 
-def examine(timeout: float = 120.0) -> Facts:
-    """Everything the doctor knows, as plain values for JSON; ``problems`` lists what is essential and missing.
+class Finding(NamedTuple):
+    """A row of the report.
 
-    Args:
-        timeout: seconds that each controller's two ranks may take.
+    Attributes:
+        what, found: what was looked at, and what was found.
+        mark: ``ok``, ``-`` (absent, and not needed) or ``!`` (does not work).
+        problem: of what is essential and does not work: one sentence with the way out.
     """
-    facts: Facts = {
-        "python": {"version": platform.python_version(), "executable": sys.executable},
-        "torch": torch_facts(),
-        "horovod": horovod_facts(),
-    }
-    facts["build"] = build_facts() if "error" in facts["horovod"] and "version" in facts["torch"] else {}
-    facts["home"] = home_facts()
-    facts["controllers"] = {name: _controller_facts(name, facts["horovod"], timeout) for name in CONTROLLERS}
-    facts["mpi"] = mpi_facts()
+
+    what: str
+    found: str
+    mark: str
+    problem: str = ""
+
+
+def examine(timeout: float = 120.0) -> Iterator[Finding]:
+    """Everything the doctor knows."""
+    yield Finding("Python", f"{platform.python_version()}  {sys.executable}", "ok")
+    torch, horovod = torch_facts(), horovod_facts()
+    yield from of_torch(torch)
+    if "error" in horovod:
+        # Without a PyTorch that works nothing can be built yet, and that is a finding of its own.
+        can_be_built = not {"error", "unsupported"} & torch.keys()
+        yield Finding("Horovod", horovod["error"], "!", horovod["error"] if can_be_built else "")
+        yield from _of_build() if can_be_built else ()
+    else:
+        yield from _of_horovod(torch, horovod, timeout)
+    yield from _of_mpi()
+    yield _of_home()
     reason = apex_unavailable()
-    facts["apex"] = {"usable": reason is None, "reason": reason or ""}
-    facts["environment"] = environment_facts()
-    facts["problems"] = problems(facts)
-    return facts
+    yield Finding("Apex", reason or "apex.amp can be used", "-" if reason else "ok")
+    settings = "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if _matters(name))
+    yield Finding("environment", settings or "no setting that matters is set", "ok" if settings else "-")
 
 
 def torch_facts() -> Facts:
@@ -92,6 +103,33 @@ def torch_facts() -> Facts:
     return facts
 
 
+def of_torch(torch: Facts) -> Iterator[Finding]:
+    """Findings from :func:`torch_facts`."""
+    if "error" in torch:
+        problem = f"PyTorch does not load ({torch['error']}): install it, then {BUILD_HOROVOD}."
+        yield Finding("PyTorch", torch["error"], "!", problem)
+        return
+    unsupported = torch.get("unsupported", "")
+    yield Finding("PyTorch", torch["version"], "!" if unsupported else "ok", unsupported)
+    devices = ", ".join(torch["devices"]) or "no device"
+    cuda = (
+        f"built for {torch['cuda_built']}, {devices}"
+        if torch["cuda_built"]
+        else "PyTorch is built for the CPU"
+    )
+    yield Finding("CUDA", cuda, "ok" if torch["cuda_available"] else "-")
+    # What carries tensors between pipeline stages and between parts of a layer.
+    hosts = "tensors on CPUs over MPI, or shared memory and Gloo"
+    over_nccl = (
+        torch["cuda_available"] and torch["nccl_groups"] and os.environ.get(LINK_VARIABLE, "nccl") == "nccl"
+    )
+    if over_nccl:
+        hosts = f"tensors on GPUs over NCCL {torch['nccl']}, {hosts}"
+    elif torch["cuda_available"]:
+        hosts += "; on GPUs the same, through host memory"
+    yield Finding("stages and parts", hosts, "ok" if over_nccl else "-")
+
+
 def horovod_facts() -> Facts:
     """Horovod's version and what it was built with; or ``error``, one sentence with the way out."""
     if importlib.util.find_spec("horovod") is None:
@@ -107,158 +145,86 @@ def horovod_facts() -> Facts:
     return facts
 
 
-def build_facts() -> Facts:
-    """Why Horovod could not be built here: ``missing`` prerequisites, and the error of the last build if it ``failed``."""
+def _of_horovod(torch: Facts, horovod: Facts, timeout: float) -> Iterator[Finding]:
+    """Findings about a Horovod that loads: its build, and its controllers."""
+    built = [name.upper() for name in ("mpi", "gloo", "cuda", "nccl", "rocm") if horovod[name]]
+    yield Finding("Horovod", f"{horovod['version']}, built with {', '.join(['PyTorch', *built])}", "ok")
+    if torch.get("cuda_available") and not (horovod["cuda"] or horovod["rocm"]):
+        yield Finding("  operations", f"none on GPUs, so that ranks train on the CPU: {BUILD_HOROVOD}", "!")
+    tried = {
+        name: probe(name, timeout=timeout)
+        if horovod[name]
+        else ProbeResult(False, "Horovod was built without it")
+        for name in CONTROLLERS
+    }
+    problem = ""
+    if not any(each.works for each in tried.values()):
+        reasons = "; ".join(f"{name}: {each.reason}" for name, each in tried.items())
+        problem = (
+            f"no controller works ({reasons}): check that `horovodrun` starts processes on this machine (its network interface: "
+            f"HOROVOD_GLOO_IFACE), or that Horovod is built for this PyTorch: {BUILD_HOROVOD}."
+        )
+    for name, each in tried.items():
+        text = f"2 ranks started and agreed in {each.seconds} s" if each.works else each.reason
+        yield Finding(f"controller {name}", text, "ok" if each.works else "!", problem)
+        problem = ""  # of both together
+        for device, answers in each.operations.items():
+            bad = [f"{name}: {answers[name]}" for name in OPERATIONS if answers[name] != "ok"]
+            yield Finding(f"  on {device}", "; ".join(bad) or ", ".join(OPERATIONS), "!" if bad else "ok")
+
+
+def _of_build() -> Iterator[Finding]:
+    """Why Horovod could not be built here."""
     try:
-        target = detect_target()
-        cache, _ = cache_folder()
-        return {"missing": missing_prerequisites(), "failed": failure_of_last_build(cache, target)}
+        missing = missing_prerequisites()
+        failed = failure_of_last_build(cache_folder()[0], detect_target())
     except (BuildError, OSError) as error:
-        return {"missing": [first_line(error)], "failed": None}
+        missing, failed = [first_line(error)], None
+    for text in missing:
+        yield Finding("  its build", text, "!", f"the build of Horovod lacks something: {text}")
+    if failed is not None:
+        yield Finding("  its build", failed, "!", f"the last build of Horovod failed: {failed}")
 
 
-def home_facts() -> Facts:
-    """The home folder, and ``error`` where ``horovodrun``, which keeps a cache in ``~/.horovod``, cannot write there."""
-    home = os.path.expanduser("~")
-    wanted = "horovodrun keeps its cache in ~/.horovod: set HOME to a folder that you can write to"
-    if home == "~":
-        return {
-            "folder": None,
-            "error": f"HOME is not set, and the password file does not know this user; {wanted}.",
-        }
-    try:
-        make_writable(Path(home, ".horovod"))
-    except OSError as error:
-        return {"folder": home, "error": f"HOME, {home}, cannot be written to ({error.strerror}); {wanted}."}
-    return {"folder": home}
-
-
-def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
-    if "error" in horovod:
-        return {"works": False, "reason": "Horovod does not load", "seconds": 0.0, "operations": {}}
-    if not horovod[name]:
-        return {"works": False, "reason": "Horovod was built without it", "seconds": 0.0, "operations": {}}
-    return asdict(probe(name, timeout=timeout))
-
-
-def mpi_facts() -> Facts:
+def _of_mpi() -> Iterator[Finding]:
     """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher and what it reaches other machines with are."""
-    facts: Facts = {"mpi4py": installed_version("mpi4py"), "mpirun": _find_program("mpirun")}
-    facts["ssh"] = shutil.which("ssh") or shutil.which("rsh")
     try:
         mpi4py = importlib.import_module("mpi4py")
         # Importing mpi4py.MPI would start MPI in this process, which is no rank.
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
-        facts["version"] = text.split("\n")[0].split(",")[0].strip("\x00 ")
+        yield Finding("MPI", text.split("\n")[0].split(",")[0].strip("\x00 "), "ok")
     except Exception as error:
-        facts["error"] = first_line(error)
-    return facts
-
-
-def environment_facts() -> dict[str, str]:
-    """The environment variables that change how a job runs, secrets left out."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES) and "SECRET" not in name
-    }
-
-
-def problems(facts: Facts) -> list[str]:
-    """Essential things that are missing, each one sentence with the way out."""
-    if "error" in facts["torch"]:
-        return [f"PyTorch does not load ({facts['torch']['error']}): install it, then {BUILD_HOROVOD}."]
-    if "unsupported" in facts["torch"]:
-        return [facts["torch"]["unsupported"]]
-    home = [facts["home"]["error"]] if "error" in facts["home"] else []
-    # Without Horovod no controller can work, so its own fault is the only one that is told.
-    if "error" in facts["horovod"]:
-        build = facts["build"]
-        missing = [f"the build of Horovod lacks something: {text}" for text in build["missing"]]
-        failed = [f"the last build of Horovod failed: {build['failed']}"] if build["failed"] else []
-        return [facts["horovod"]["error"], *missing, *failed, *home]
-    if any(controller["works"] for controller in facts["controllers"].values()):
-        return home
-    reasons = "; ".join(
-        f"{name}: {controller['reason']}" for name, controller in facts["controllers"].items()
-    )
-    return [
-        *home,
-        f"no controller works ({reasons}): check that `horovodrun` starts processes on this machine (its network "
-        f"interface: HOROVOD_GLOO_IFACE), or that Horovod is built for this PyTorch: {BUILD_HOROVOD}.",
-    ]
-
-
-def rows(facts: Facts) -> list[tuple[str, str, str]]:
-    """The table's rows: what, what was found, and ``ok``, ``-`` (absent, not needed) or ``!`` (does not work)."""
-    torch, horovod, mpi, apex = facts["torch"], facts["horovod"], facts["mpi"], facts["apex"]
-    table = [("Python", f"{facts['python']['version']}  {facts['python']['executable']}", "ok")]
-    if "error" in torch:
-        table.append(("PyTorch", torch["error"], "!"))
-    else:
-        table.append(("PyTorch", torch["version"], "!" if "unsupported" in torch else "ok"))
-        devices = ", ".join(torch["devices"]) or "no device"
-        cuda = (
-            f"built for {torch['cuda_built']}, {devices}"
-            if torch["cuda_built"]
-            else "PyTorch is built for the CPU"
-        )
-        table.append(("CUDA", cuda, "ok" if torch["cuda_available"] else "-"))
-        table.append(("stages and parts", *_links_cell(torch)))
-    if "error" in horovod:
-        table.append(("Horovod", horovod["error"], "!"))
-    else:
-        built = [
-            "PyTorch",
-            *(name.upper() for name in ("mpi", "gloo", "cuda", "nccl", "rocm") if horovod[name]),
-        ]
-        table.append(("Horovod", f"{horovod['version']}, built with {', '.join(built)}", "ok"))
-        if torch.get("cuda_available") and not (horovod["cuda"] or horovod["rocm"]):
-            text = f"none on GPUs, so that ranks train on the CPU: {BUILD_HOROVOD}"
-            table.append(("  operations", text, "!"))
-    for name, controller in facts["controllers"].items():
-        table.append((f"controller {name}", *_controller_cell(controller)))
-        for device, answers in controller["operations"].items():
-            bad = [
-                f"{operation}: {answers[operation]}" for operation in OPERATIONS if answers[operation] != "ok"
-            ]
-            text = "; ".join(bad) or ", ".join(OPERATIONS)
-            table.append((f"  on {device}", text, "!" if bad else "ok"))
-    table.append(("MPI", mpi.get("version", mpi.get("error", "")), "ok" if "version" in mpi else "-"))
-    table.append(("mpirun", mpi["mpirun"] or "not found", "ok" if mpi["mpirun"] else "-"))
-    ssh = "not found: mpirun wants it, for this machine too; without it, export OMPI_MCA_plm_rsh_agent="
-    table.append(("ssh", mpi["ssh"] or ssh, "ok" if mpi["ssh"] else "-"))
-    table.append(("mpi4py", mpi["mpi4py"] or "not installed", "ok" if mpi["mpi4py"] else "-"))
-    home = facts["home"]
-    table.append(("HOME", home.get("error", home["folder"]), "!" if "error" in home else "ok"))
-    table.append(("Apex", apex["reason"] or "apex.amp can be used", "ok" if apex["usable"] else "-"))
-    settings = "\n".join(f"{name}={value}" for name, value in facts["environment"].items())
-    table.append(("environment", settings or "no setting that matters is set", "ok" if settings else "-"))
-    return table
-
-
-def _controller_cell(controller: Facts) -> tuple[str, str]:
-    if controller["works"]:
-        return f"2 ranks started and agreed in {controller['seconds']} s", "ok"
-    return controller["reason"], "!"
-
-
-def _links_cell(torch: Facts) -> tuple[str, str]:
-    """What carries tensors between pipeline stages and between parts of a layer."""
-    hosts = "tensors on CPUs over MPI, or shared memory and Gloo"
-    over_nccl = (
-        torch["cuda_available"] and torch["nccl_groups"] and os.environ.get(LINK_VARIABLE, "nccl") == "nccl"
-    )
-    if over_nccl:
-        return f"tensors on GPUs over NCCL {torch['nccl']}, {hosts}", "ok"
-    return f"{hosts}; on GPUs the same, through host memory" if torch["cuda_available"] else hosts, "-"
-
-
-def _find_program(name: str) -> str | None:
+        yield Finding("MPI", first_line(error), "-")
     # A virtual environment that is not activated has its programs beside its Python, and not on PATH.
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name)
+    beside = Path(sys.executable).parent / "mpirun"
+    ssh = "not found: mpirun wants it, for this machine too; without it, export OMPI_MCA_plm_rsh_agent="
+    for what, found, absent in (
+        ("mpirun", str(beside) if beside.exists() else shutil.which("mpirun"), "not found"),
+        ("ssh", shutil.which("ssh") or shutil.which("rsh"), ssh),
+        ("mpi4py", installed_version("mpi4py"), "not installed"),
+    ):
+        yield Finding(what, found or absent, "ok" if found else "-")
+
+
+def _of_home() -> Finding:
+    """The home folder, in which ``horovodrun`` must be able to write."""
+    home = os.path.expanduser("~")
+    wanted = "horovodrun keeps its cache in ~/.horovod: set HOME to a folder that you can write to"
+    problem = ""
+    if home == "~":
+        problem = f"HOME is not set, and the password file does not know this user; {wanted}."
+    else:
+        try:
+            make_writable(Path(home, ".horovod"))
+        except OSError as error:
+            problem = f"HOME, {home}, cannot be written to ({error.strerror}); {wanted}."
+    return Finding("HOME", problem or home, "!" if problem else "ok", problem)
+
+
+def _matters(name: str) -> bool:
+    """Whether an environment variable changes how a job runs, and is no secret."""
+    return (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES) and "SECRET" not in name
 
 
 @click.command()
@@ -270,55 +236,21 @@ def _find_program(name: str) -> str | None:
     type=click.FloatRange(min=1),
     help="Seconds for each controller.",
 )
-@click.option(
-    "--fill",
-    "to_fill",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Instead, download the files for `bash main.sh gpu --offline` into this folder, for a machine without a network.",
-)
-@click.option(
-    "--python",
-    metavar="VERSION",
-    default="3.12",
-    show_default=True,
-    help="With --fill: Python version of that machine.",
-)
-def doctor(as_json: bool, timeout: float, to_fill: Path | None, python: str) -> None:
+def doctor(as_json: bool, timeout: float) -> None:
     """Report what is installed, what works and what is missing.
 
     The command starts two ranks over each controller, which try every operation. If something essential is missing, the
     exit status is 1, and the output says what to do.
     """
-    if to_fill is not None:
-        fill_folder(to_fill, python)
-        return
-    facts = examine(timeout)
+    findings = list(examine(timeout))
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        print_table(facts)
-    sys.exit(1 if facts["problems"] else 0)
+        print_table(findings)
+    sys.exit(1 if any(finding.problem for finding in findings) else 0)
 
 
-def fill_folder(folder: Path, python: str) -> None:
-    """Downloads what a machine without a network needs, and says what it is.
-
-    Raises:
-        BadArgument: it could not be downloaded.
-    """
-    try:
-        files, left_out = fill(folder, python)
-    except (BuildError, OSError, ValueError) as error:
-        raise BadArgument(f"--fill: {error}") from None
-    size = sum(file.stat().st_size for file in files) / 2**20
-    click.echo(f"{folder}: {len(files)} files, {size:.1f} MiB, for Python {python}")
-    if left_out:
-        click.echo(f"Left out, beyond {LIMIT >> 20} MiB; the machine must have: {', '.join(left_out)}")
-    click.echo(f"There: PYTHON=/path/to/the/python/with/torch bash main.sh gpu --offline {folder.name}")
-
-
-def print_table(facts: Facts) -> None:
+def print_table(findings: list[Finding]) -> None:
     """The table and, below it, each problem."""
     from rich.console import Console
     from rich.table import Table
@@ -329,8 +261,8 @@ def print_table(facts: Facts) -> None:
     for heading in ("what", "found", ""):
         table.add_column(heading, overflow="fold")
     colors = {"ok": "green", "-": "dim", "!": "red"}
-    for what, fact, mark in rows(facts):
-        table.add_row(Text(what), Text(fact), Text(mark, style=colors[mark]))
+    for what, found, mark, _ in findings:
+        table.add_row(Text(what), Text(found), Text(mark, style=colors[mark]))
     console.print(table)
-    for problem in facts["problems"]:
+    for problem in (finding.problem for finding in findings if finding.problem):
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
-from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.utils.text import SECONDS, show_bytes, talking
+from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors, saying
+from hvd_ckpt.utils.text import SECONDS, show_bytes
 
 OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
 
@@ -55,18 +55,19 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
     if os.path.lexists(place):
         raise BadArgument(f"--output: '{place}' is there: give another name")
     # Imported after the arguments are checked, since this imports PyTorch.
-    from hvd_ckpt.snapshots.export import export as write_export, write_pt
+    from hvd_ckpt.snapshots.export import Write, export as write_export, write_pt
     from hvd_ckpt.snapshots.folder import SnapshotError
+    from hvd_ckpt.snapshots.tensors import save_tensors
 
     try:
         snapshot = snapshot_of(Path(run))
-        write = write_pt if kind == "pt" else None
+        write: Write = write_pt if kind == "pt" else save_tensors
         if kind == "hf":
             from hvd_ckpt.app.training.trained import settings_of, write_hf
 
             write = functools.partial(write_hf, settings_of(snapshot))
         place.parent.mkdir(parents=True, exist_ok=True)
-        with talking("export", after=SECONDS) as say:
+        with saying("export", after=SECONDS) as say:
             say(f"checking and copying '{snapshot}'")
             written = write_export(snapshot, place, ema, write)
     except (SnapshotError, ValueError) as error:
@@ -101,17 +102,10 @@ def _convert(old: Path, run: Path) -> None:
 
 
 def snapshot_of(path: Path) -> Path:
-    """The snapshot itself, or the newest one of a run that is not damaged.
+    """The snapshot itself, or the newest one of a run that is not damaged."""
+    from hvd_ckpt.snapshots.reader import find_in
 
-    Raises:
-        BadArgument: there is no snapshot.
-    """
-    from hvd_ckpt.snapshots.reader import find
-
-    # One snapshot: its folder is not a run's.
-    if (path / "manifest.json").is_file():
-        return path
-    snapshot = find(path / "snapshots")
+    snapshot = find_in(path)
     if snapshot is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     return snapshot.path

@@ -1,4 +1,4 @@
-"""``hvd-ckpt layout``: the layouts of a job that fit the memory of its ranks, the fastest first.
+"""``hvd-ckpt layout``: the layouts of a run that fit the memory of its ranks, the fastest first.
 
 The exit status is 0 if a layout fits. It is 2 for an invalid argument, and if none fits.
 """
@@ -9,32 +9,25 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
+from pydantic import BeforeValidator, Field, model_validator
 
-from hvd_ckpt.app.cli.command_line import (
-    BadArgument,
-    OneLineErrors,
-    check_device,
-    console_for_tables,
-    saying,
-    take_options,
-    takes_model,
-)
-from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.cli.command_line import BadArgument, console_for_tables, saying, table
+from hvd_ckpt.app.cli.run_command import RunCommand
+from hvd_ckpt.app.models.catalog import overview
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.field_types import Count, Positive, Text
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.processes.launchers import launched_size
 from hvd_ckpt.utils.extras import say_no_pictures
 from hvd_ckpt.utils.plain_data import write_text
+from hvd_ckpt.utils.schema import Strict
 from hvd_ckpt.utils.text import show_bytes
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.training.trial import Trial
-    from hvd_ckpt.prediction.computation import Sample
     from hvd_ckpt.prediction.layouts import Job
     from hvd_ckpt.prediction.network import Network
     from hvd_ckpt.prediction.training_layout import LayoutRow
@@ -45,225 +38,173 @@ AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fas
 TIMED_SECONDS = 2.0  # of a trial, if its steps are neither very short nor long
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
-SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
-CHOSEN = (
-    "shard",
-    "pipeline",
-    "tensor",
-    "accumulate",
-    "budget",
-    "plan",
-    "segments",
-)
+CHOSEN = ("shard", "pipeline", "tensor", "accumulate", "budget", "plan", "segments")
 """Settings that are chosen here, whatever a file says."""
-CLUSTER = ("ranks", "local", "link", "local_link", "latency", "tflops")
-
-HELP = f"""Which layout? The fastest way to train a model on these ranks, within their memory.
-
-\b
-    horovodrun -np 8 hvd-ckpt layout --model gpt2-small --batch 64 --memory 3GiB
-    horovodrun -np 8 hvd-ckpt layout train.yaml --memory 3GiB --output best.yaml
-    hvd-ckpt layout --model gpt2-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
-
-In a job, the links and the computation are measured, and some steps are trained with each of the best layouts. For a cluster that
-is not there, give its --ranks. Global batch and results are the same with every layout.
-
-Models: {catalog.overview()}; a folder of a Hugging Face model; or module:function, as for `hvd-ckpt plan`.
-"""
 
 
-def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
-    return click.option(flag, type=click.FloatRange(0, min_open=True), help=f"{help}  [default: {default:g}]")
-
-
-@click.command("layout", cls=OneLineErrors, help=HELP)
-@click.argument("file", required=False, metavar="[FILE]")
-@takes_model
-@click.option("--batch", type=click.IntRange(1), help="Samples of a step of all ranks.")
-@click.option("--memory", required=True, metavar="BYTES", help="Of each rank, such as 3GiB.")
-@click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
-@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="Of a cluster that is not there.")
-@click.option("--local", type=click.IntRange(1), help="Its ranks on each host.  [default: 8]")
-@_rate("--link", "Gbit/s between its hosts.", 25)
-@_rate("--local-link", "Gbit/s of a rank to others on its host.", 100)
-@_rate("--latency", "Microseconds of an empty message to another host.", 25)
-@_rate("--tflops", "TFLOP/s of a rank.", 50)
-@click.option(
-    "--try",
-    "trials",
-    type=click.IntRange(0),
-    metavar="K",
-    help=f"Train some steps with each of the K best, and take the fastest.  [default: {TRIED} in a job]",
-)
-@click.option(
-    "--inexact",
-    is_flag=True,
-    help="Also show, apart, layouts that change results: int8 messages, local SGD, a head in chunks.",
-)
-@click.option(
-    "--output",
-    metavar="FILE",
-    help="Write the layout as settings of `hvd-ckpt train`, and a picture beside it.",
-)
-def layout(
-    file: str | None,
-    name: str | None,
-    options: tuple[str, ...],
-    memory: str,
-    device: str,
-    output: str | None,
-    trials: int | None,
-    inexact: bool,
-    **others: Any,
-) -> None:
-    """The command; :data:`HELP` says what it does."""
-    from hvd_ckpt.utils.plain_data import named
-
-    cluster = take_options(others, CLUSTER, "--ranks, their number")
-    if cluster and trials:
-        raise BadArgument(f"--try {trials}: it needs the ranks; leave --ranks out")
-    try:
-        limit = parse_budget(memory)
-        model_options = named("--model-option", options)
-    except ValueError as error:
-        raise BadArgument(f"--memory: {error}" if "budget" in str(error) else str(error)) from None
-    values = {} if file is None else _values_of(file, cluster)
-    given: dict[str, Any] = {
-        option: others.pop(option) or values.get(option) or default
-        for option, default in (("batch", None), ("optimizer", "adamw"), ("precision", "fp32"))
-    }
-    name = name or values.get("model")
-    model_options = {**values.get("model_options", {}), **model_options}
-    others = {size: value or values.get(SETTINGS_OF.get(size, size)) for size, value in others.items()}
-    for option, value in (("--model", name), ("--batch", given["batch"])):
-        if value is None:
-            raise BadArgument(f"{option} is missing: give it, or a FILE with settings of `hvd-ckpt train`")
-    assert name is not None
+def _bytes(given: Any) -> Any:
+    limit = parse_budget(given)
     if limit.kind != "bytes":
-        raise BadArgument(f"--memory {memory}: give bytes, such as 3GiB")
-    sizes = {key: value for key, value in others.items() if value is not None}
-    fixed = {key: value for key, value in values.items() if key not in CHOSEN}
+        raise ValueError(f"{given!r}: give bytes, such as 3GiB")
+    return int(limit.value)
 
-    def settings_for(row: LayoutRow) -> dict[str, Any]:
-        return {**fixed, **settings_of(name, sizes, model_options, row, job)}
 
-    with saying("layouts") as say:
-        job = job_of(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
+class Settings(Strict):
+    """Options of the command. Those from ``ranks`` on are of a cluster that is not there."""
+
+    batch: Count | None = Field(None, description="Samples of a step of all ranks.  [default: those of FILE]")
+    memory: Annotated[int, BeforeValidator(_bytes)] = Field(description="Of each rank, such as 3GiB.")
+    trials: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Train some steps with each of so many of the best, and take the fastest.  "
+        f"[default: {TRIED} in a job]",
+        json_schema_extra={"flag": "try"},
+    )
+    inexact: bool = Field(
+        False,
+        description="Also show, apart, layouts that change results: int8 messages, local SGD, a head in chunks.",
+    )
+    output: Text | None = Field(
+        None, description="Write the layout as settings of `hvd-ckpt train`, and a picture beside it."
+    )
+    ranks: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        None, description="Of a cluster that is not there."
+    )
+    local: Count = Field(8, description="Its ranks on each host.")
+    link: Positive = Field(25.0, description="Gbit/s between its hosts.")
+    local_link: Positive = Field(100.0, description="Gbit/s of a rank to others on its host.")
+    latency: Positive = Field(25.0, description="Microseconds of an empty message to another host.")
+    tflops: Positive = Field(50.0, description="TFLOP/s of a rank.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.ranks is None:
+            for name in ("local", "link", "local_link", "latency", "tflops"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name} {getattr(self, name)}: give ranks, their number, as well")
+        elif self.trials:
+            raise ValueError(f"try {self.trials}: it needs the ranks; leave ranks out")
+        elif self.ranks % min(self.local, self.ranks):
+            raise ValueError(f"ranks {self.ranks}: give a multiple of --local {self.local}")
+        return self
+
+    def network(self) -> Network:
+        """What connects the ranks of the cluster."""
+        from hvd_ckpt.prediction.network import Network
+
+        return Network(
+            min(self.local, self.ranks or 1),
+            self.link * 1e9 / 8,
+            self.local_link * 1e9 / 8,
+            self.latency * 1e-6,
+        )
+
+
+def _layout(config: Config, asked: Settings) -> None:
+    if asked.batch is None and click.get_current_context().params["file"] is None:
+        raise BadArgument("--batch is missing: give it, or a FILE with settings of `hvd-ckpt train`")
+    ranks = asked.ranks or launched_size()
+    batch = asked.batch or config.global_batch(ranks // config.pipeline.stages // config.tensor)
+    with saying("layout") as say:
+        job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)
         say("comparing layouts")
         rows = job.rows()
-        changing = dataclasses.replace(job, inexact=True).rows() if inexact else []
+        changing = dataclasses.replace(job, inexact=True).rows() if asked.inexact else []
         best = rows[0] if rows else None
-        tried: list[LayoutRow] = []
-        found: list[Trial | str] = []
-        if job.rank is not None and trials != 0 and best is not None and best.fits:
-            best, tried, found = choose(rows, trials or TRIED, settings_for, job.memory, say)
+        tried: list[tuple[LayoutRow, Trial | str]] = []
+        if job.rank is not None and asked.trials != 0 and best is not None and best.fits:
+            best, tried = choose(
+                rows, asked.trials or TRIED, lambda row: settings_for(config, row, job), job.memory, say
+            )
     if job.rank:
         return
-    if best is None:
+    if not rows:
         raise BadArgument(
             f"--batch {job.batch}: it cannot be divided among {job.ranks} ranks; give a multiple"
         )
     _print(rows, job)
     for tensor, reason in job.refused.items():
         click.echo(f"{tensor} parts: {reason}")
-    if inexact:
+    if asked.inexact:
         _print(changing, job, "; these change results")
-    if not best.fits:
+    if not rows[0].fits:
         raise BadArgument(
-            f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
-            f"({show_bytes(best.peak)}), with {best.layout}"
+            f"--memory {asked.memory}: no layout fits; the smallest memory that would do is {rows[0].peak} bytes "
+            f"({show_bytes(rows[0].peak)}), with {rows[0].layout}"
         )
     if tried:
-        _print_trials(tried, found)
-    settings = settings_for(best)
+        _print_trials(tried)
+    if best is None:
+        raise BadArgument(
+            f"--memory {asked.memory}: no layout that was tried stays within it; give more, or a smaller --batch"
+        )
+    settings = settings_for(config, best, job)
     flags = " ".join(_flags(settings))
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
-    if output is not None:
-        _write(Path(output), settings, [best, *(row for row in rows if row is not best)], job)
-
-
-def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
-    """Settings of ``hvd-ckpt train`` in a file, with the batch of all ranks."""
-    from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-
-    try:
-        values = read_yaml(file)
-        config = Config.make(values)
-    except ConfigError as error:
-        raise BadArgument(str(error)) from None
-    ranks = cluster.get("ranks") or launched_size()
-    replicas = ranks // config.pipeline.stages // config.tensor
-    return {**values, "batch": config.global_batch(replicas)}
+    if asked.output is not None:
+        _write(Path(asked.output), settings, [best, *(row for row in rows if row is not best)], job)
 
 
 def job_of(
-    name: str,
-    sizes: dict[str, int],
-    options: dict[str, Any],
-    memory: int,
-    cluster: dict[str, Any],
-    device: str,
-    say: Callable[[str], None],
-    batch: int,
-    **others: Any,
+    config: Config, batch: int, memory: int, cluster: Settings | None, say: Callable[[str], None]
 ) -> Job:
-    """The job that is meant: a cluster that is not there, or this one, which is measured."""
+    """The job that is meant: a cluster that is not there, or this one, which is measured.
+
+    Args:
+        batch: samples of a step of all ranks.
+        memory: bytes of each rank.
+    """
     import torch
 
-    from hvd_ckpt.app.cli.plan_models import build_asked
-    from hvd_ckpt.prediction.computation import Sample
+    from hvd_ckpt.app.cli.first_step import first_step
+    from hvd_ckpt.app.training.model import device_of
+    from hvd_ckpt.planning.blocks import children_of
     from hvd_ckpt.prediction.layouts import TFLOPS, Job
-
-    tflops, network = cluster.pop("tflops", TFLOPS), _network(cluster)
-    place = torch.device("meta") if cluster else check_device(device)
-    model = build_asked(name, {**sizes, "batch": 1}, options, place).model
-
-    def sample(samples: int) -> Sample:
-        made = build_asked(name, {**sizes, "batch": samples}, options, place, model)
-        return Sample(made.sample, made.kwargs, made.loss)
-
-    job = Job(model, batch, memory, cluster.get("ranks", 1), network, sample, **others)
-    return job.counted(tflops) if cluster else job.measured(say)
-
-
-def _network(cluster: dict[str, Any]) -> Network:
     from hvd_ckpt.prediction.network import Network
+    from hvd_ckpt.processes import runtime
 
-    units = {
-        "link": ("bandwidth", 1e9 / 8),
-        "local_link": ("local_bandwidth", 1e9 / 8),
-        "latency": ("latency", 1e-6),
-    }
-    given = {field: cluster[flag] * unit for flag, (field, unit) in units.items() if flag in cluster}
-    ranks = cluster.get("ranks", 1)
-    network = Network(local=min(cluster.get("local", Network.local), ranks), **given)
-    if ranks % network.local:
-        raise BadArgument(f"--ranks {ranks}: give a multiple of --local {network.local}")
-    return network
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
-    for column in columns:
-        words = column in ("layout", "limit")
-        table.add_column(column, justify="left" if words else "right", no_wrap=column != "layout")
-    return table
+    if not cluster and torch.cuda.device_count() > 1:
+        runtime.init()  # by its number among the ranks of its host, a rank chooses its own GPU
+    say("building the model")
+    model, sample = first_step(config, torch.device("meta") if cluster else device_of(config))
+    if cluster:
+        try:
+            children_of(model)
+        except ValueError as error:
+            raise BadArgument(
+                f"--ranks {cluster.ranks}: a layout cannot be predicted, since {error}; leave --ranks out, to measure one"
+            ) from None
+    job = Job(
+        model,
+        batch,
+        memory,
+        (cluster and cluster.ranks) or 1,
+        cluster.network() if cluster else Network(),
+        sample,
+        config.optimizer,
+        config.precision,
+        cluster.tflops if cluster else TFLOPS,
+        say=say,
+    )
+    return job if cluster else job.measured()
 
 
 def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
     columns = ("layout", "MiB of a rank", "s of a step", "samples/s", "recomputing", "limit")
-    table = _table(f"{job.ranks} ranks, {job.batch} samples{remark}", columns)
     fit = [row for row in rows if row.fits]
-    for row in fit[:SHOWN]:
-        table.add_row(
-            Text(str(row.layout)),
+    shown = [
+        (
+            str(row.layout),
             f"{row.peak / 2**20:.0f}",
             f"{row.seconds:.4g}",
             f"{job.batch / row.seconds:.4g}",
             f"{row.recomputing:.0%}",
             row.limit,
         )
-    console_for_tables(WIDTH).print(table)
+        for row in fit[:SHOWN]
+    ]
+    title = f"{job.ranks} ranks, {job.batch} samples{remark}"
+    console_for_tables(WIDTH).print(table(columns, shown, ("layout", "limit"), title))
     others = rows[len(fit) :]
     if len(fit) > SHOWN:
         click.echo(f"{len(fit) - SHOWN} others fit.")
@@ -271,48 +212,49 @@ def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
         click.echo(f"{row.layout}: {show_bytes(row.peak - job.memory)} too large")
 
 
-def settings_of(
-    name: str, sizes: dict[str, int], options: dict[str, Any], best: LayoutRow, job: Job
-) -> dict[str, Any]:
-    """The layout as settings of ``hvd-ckpt train``."""
-    layout = best.layout
-    usual = {"accumulate": 1, "shard": "none", "pipeline": 1, "tensor": 1, "precision": "fp32"}
+def settings_for(config: Config, row: LayoutRow, job: Job) -> dict[str, Any]:
+    """A layout of a run as settings of ``hvd-ckpt train``."""
+    layout = row.layout
+    given = config.model_dump(exclude_defaults=True)
+    usual = {"accumulate": 1, "shard": "none", "pipeline": 1, "tensor": 1, "budget": None}
     chosen = {
-        "model": name,
-        "batch": job.batch // layout.replicas,
         "accumulate": layout.micro_batches,
         "shard": layout.shard if layout.offload is None else f"{layout.shard},offload={layout.offload}",
         "pipeline": layout.stages,
         "tensor": layout.tensor,
-        "precision": job.precision,
-        "optimizer": job.optimizer,
         # Results stay the same only with a whole head.
-        "budget": None if best.budget is None else f"{best.budget},chunk_head=false",
-        **{SETTINGS_OF.get(size, size): value for size, value in sizes.items()},
+        "budget": None if row.budget is None else f"{row.budget},chunk_head=false",
     }
-    kept = {key: value for key, value in chosen.items() if value is not None and usual.get(key) != value}
-    return {**kept, **({"model_options": options} if options else {})}
+    return {
+        **{name: value for name, value in given.items() if name not in CHOSEN},
+        "batch": job.batch // layout.replicas,
+        **{name: value for name, value in chosen.items() if value != usual[name]},
+    }
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         flag = f"--{key.replace('_', '-')}"
-        if key == "model_options":
-            yield from (f"--model-option {shlex.quote(f'{name}={option}')}" for name, option in value.items())
+        if isinstance(value, dict):
+            single = flag.removesuffix("s")
+            yield from (f"{single} {shlex.quote(f'{name}={option}')}" for name, option in value.items())
+        elif isinstance(value, bool):
+            yield flag if value else f"--no-{flag.removeprefix('--')}"
         else:
             yield f"{flag} {shlex.quote(str(value))}"
 
 
-def _print_trials(rows: Sequence[LayoutRow], found: Sequence[Trial | str]) -> None:
+def _print_trials(tried: Sequence[tuple[LayoutRow, Trial | str]]) -> None:
     """Prints what was measured beside what was predicted."""
-    table = _table("tried", ("layout", "s of a step", "predicted", "MiB of a rank", "estimated"))
-    for row, each in zip(rows, found):
+    shown: list[tuple[str, ...]] = []
+    for row, each in tried:
         if isinstance(each, str):
-            table.add_row(Text(f"{row.layout}: {each}"))
+            shown.append((f"{row.layout}: {each}",))
             continue
         mib = (f"{value / 2**20:.0f}" for value in (each.peak, row.peak))
-        table.add_row(Text(str(row.layout)), f"{each.seconds:.4g}", f"{row.seconds:.4g}", *mib)
-    console_for_tables(WIDTH).print(table)
+        shown.append((str(row.layout), f"{each.seconds:.4g}", f"{row.seconds:.4g}", *mib))
+    columns = ("layout", "s of a step", "predicted", "MiB of a rank", "estimated")
+    console_for_tables(WIDTH).print(table(columns, shown, ("layout",), "tried"))
 
 
 def choose(
@@ -321,30 +263,39 @@ def choose(
     settings_for: Callable[[LayoutRow], dict[str, Any]],
     memory: int,
     say: Callable[[str], None],
-) -> tuple[LayoutRow, list[LayoutRow], list[Trial | str]]:
-    """The best layout, those that were tried, and what was found: some that are hardly slower than the fastest by prediction.
+) -> tuple[LayoutRow | None, list[tuple[LayoutRow, Trial | str]]]:
+    """The fastest layout that stays within the memory when it is tried, or None, and what was found of those that were tried.
+
+    Some that are hardly slower than the fastest by prediction are tried first, and others only if none of these stays within it.
 
     Args:
         rows: all layouts, of which the first one fits.
-        most: layouts to try at most.
-        settings_for: gives their settings.
     """
-    from hvd_ckpt.app.training.trial import compared
+    from hvd_ckpt.app.training.trial import NOT_TRIED, Trial, compared
 
-    worth = [row for row in rows if row.fits and row.seconds <= AS_FAST * rows[0].seconds][:most]
-    found = compared(
-        [settings_for(row) for row in worth],
-        [row.unrecorded for row in worth],
-        memory,
-        lambda settings: say("trying " + " ".join(_flags(settings))),
-        steps=round(min(max(TIMED_SECONDS / rows[0].seconds, 6), 24)),
-    )
-    within = [
-        (each.seconds, number)
-        for number, each in enumerate(found)
-        if not isinstance(each, str) and each.peak <= memory
-    ]
-    return worth[min(within, default=(0.0, 0))[1]], worth, found
+    left = [row for row in rows if row.fits]
+    tried: list[tuple[LayoutRow, Trial | str]] = []
+    while left:
+        near = [row for row in left if row.seconds <= AS_FAST * left[0].seconds][:most]
+        left = [row for row in left if row not in near]
+        found = compared(
+            [settings_for(row) for row in near],
+            [row.unrecorded for row in near],
+            memory,
+            lambda settings: say("trying " + " ".join(_flags(settings))),
+            steps=round(min(max(TIMED_SECONDS / rows[0].seconds, 6), 24)),
+        )
+        tried += zip(near, found)
+        within = {
+            number: each.seconds
+            for number, each in enumerate(found)
+            if isinstance(each, Trial) and each.peak <= memory
+        }
+        if within:
+            return near[min(within, key=within.__getitem__)], tried
+        if NOT_TRIED in found:  # Ctrl-C has ended the trials
+            return near[found.index(NOT_TRIED)], tried
+    return None, tried
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:
@@ -384,3 +335,24 @@ def _draw(file: Path, rows: Sequence[LayoutRow], job: Job) -> None:
     axes.set(xlabel="MiB of a rank", ylabel="seconds of a step", yscale="log")
     axes.legend(title="limit", frameon=False)
     figure.savefig(file, dpi=150)
+
+
+layout = RunCommand(
+    "layout",
+    f"""Which layout? The fastest way to train a model on these ranks, within their memory.
+
+    \b
+    horovodrun -np 8 hvd-ckpt layout --model gpt2-small --batch 64 --memory 3GiB
+    horovodrun -np 8 hvd-ckpt layout train.yaml --memory 3GiB --output best.yaml
+    hvd-ckpt layout --model gpt2-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
+
+    The settings of `hvd-ckpt train`, as flags or in a YAML FILE, say what is trained. In a job, the links and the computation are
+    measured, and some steps are trained with each of the best layouts. For a cluster that is not there, give its --ranks. Global
+    batch and results are the same with every layout.
+
+    Models: {overview()}; a folder of a Hugging Face model; or module:function, as for `hvd-ckpt plan`.
+    """,
+    _layout,
+    Settings,
+    without=(*CHOSEN, "resume"),
+)

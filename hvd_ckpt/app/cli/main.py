@@ -7,50 +7,22 @@ help of each command. ``hvd-ckpt --help`` imports neither, and ``hvd-ckpt doctor
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from hvd_ckpt.processes.launchers import adopt_launcher
 from hvd_ckpt.utils.extras import explain_import_error, installed_version
 
-
-class _Entry(NamedTuple):
-    module: str
-    attribute: str
-    help: str
-
-
-COMMANDS = {
-    "build-horovod": _Entry(
-        "hvd_ckpt.app.install.build_horovod",
-        "build_horovod",
-        "Build Horovod for the PyTorch at hand and install it.",
-    ),
-    "compare": _Entry(
-        "hvd_ckpt.app.compare.command",
-        "compare",
-        "Compare engines and recomputation: results, time, memory.",
-    ),
-    "doctor": _Entry(
-        "hvd_ckpt.app.cli.doctor", "doctor", "Say what is installed, what works and what is missing."
-    ),
-    "export": _Entry(
-        "hvd_ckpt.app.cli.export",
-        "export",
-        "Write the weights of a run, however split, for transformers and other tools.",
-    ),
-    "layout": _Entry(
-        "hvd_ckpt.app.cli.layout",
-        "layout",
-        "Find the fastest layout of a job that fits the memory of its ranks.",
-    ),
-    "plan": _Entry("hvd_ckpt.app.cli.plan", "plan", "Fit a model's training step into a memory budget."),
-    "train": _Entry(
-        "hvd_ckpt.app.cli.train", "train", "Train a model over all ranks, on text, images or volumes."
-    ),
+COMMANDS = {  # the module of hvd_ckpt.app with the command, and its help
+    "build-horovod": ("install.build_horovod", "Build Horovod for the PyTorch at hand and install it."),
+    "compare": ("compare.command", "Compare engines and recomputation: results, time, memory."),
+    "doctor": ("cli.doctor", "Say what is installed, what works and what is missing."),
+    "export": ("cli.export", "Write the weights of a run, however split, for transformers and other tools."),
+    "layout": ("cli.layout", "Find the fastest layout of a job that fits the memory of its ranks."),
+    "plan": ("cli.plan", "Fit a model's training step into a memory budget."),
+    "train": ("cli.train", "Train a model over all ranks, on text, images or volumes."),
 }
-
 GONE = {  # commands that were here, and what does the same
     "bench": "run `python -m benchmarks` in a clone of the repository",
     "generate": "write the run with `hvd-ckpt export --format hf`, and generate with transformers",
@@ -67,19 +39,17 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in GONE:
             raise click.UsageError(f"No such command '{cmd_name}': {GONE[cmd_name]}.", ctx)
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             return None
         try:
             # Here PyTorch is imported, which takes seconds; a list of the commands does not come here.
-            module = import_module(entry.module)
+            module = import_module(f"hvd_ckpt.app.{COMMANDS[cmd_name][0]}")
         except ImportError as error:
             raise click.ClickException(
                 explain_import_error(error)
                 or f"{cmd_name} cannot be loaded: {error}. Run `hvd-ckpt doctor` to see what is missing."
             ) from error
-        command: click.Command = getattr(module, entry.attribute)
-        return command
+        return getattr(module, cmd_name.replace("-", "_"))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; a package that is missing and a Ctrl-C end it with one line."""
@@ -98,7 +68,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 def _print_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:

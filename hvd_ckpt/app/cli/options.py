@@ -7,14 +7,18 @@ takes text, and is otherwise read as a number, true, false or a list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import click
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.training.field_types import Options, is_text
 from hvd_ckpt.utils.plain_data import named, parsed
+from hvd_ckpt.utils.schema import first_error
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def options_of(settings: type[BaseModel]) -> list[click.Parameter]:
@@ -23,8 +27,8 @@ def options_of(settings: type[BaseModel]) -> list[click.Parameter]:
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
-    flag, help = name.replace("_", "-"), field.description or ""
     extra: Any = field.json_schema_extra or {}
+    flag, help = extra.get("flag", name).replace("_", "-"), field.description or ""
     if field.annotation is bool:
         help += f"  [default: {flag}]" if field.default else ""
         return click.Option([f"--{flag}/--no-{flag}", name], default=None, help=help)
@@ -38,6 +42,16 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     return click.Option(
         [f"--{flag}", name], default=None, metavar="VALUE", help=help, envvar=extra.get("envvar")
     )
+
+
+def settings_of(settings: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """The settings with the options that are given; a BadArgument if one is invalid."""
+    try:
+        return settings(**values_of(settings, given))
+    except ValidationError as error:
+        raise BadArgument(f"--{first_error(error)}") from None
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
 
 
 def values_of(settings: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:

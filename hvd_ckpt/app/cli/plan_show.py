@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from hvd_ckpt.parallel.pipeline.schedule import FORWARD, Span, bubble
+from hvd_ckpt.app.cli.command_line import table
+from hvd_ckpt.parallel.pipeline.schedule import bubble
 from hvd_ckpt.parallel.pipeline.stages import spans_of
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, policies_of
 
@@ -20,16 +18,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 COLUMNS = ("block", "policy", "kept MiB", "added ms")
 STAGE_COLUMNS = (
-    "stage",
-    "blocks",
-    "forward ms",
-    "backward ms",
-    "in flight",
-    "states MiB",
-    "activations MiB",
-    "all MiB",
-    "policies",
-)
+    "stage", "blocks", "forward ms", "backward ms", "in flight", "states MiB", "activations MiB", "all MiB", "policies",
+)  # fmt: skip
+WORDS = ("block", "blocks", "policy", "policies", "stage", "")
 OURS, BASELINE, LIMIT = "#1b6ca8", "#8a8f98", "#2e2e2e"  # colours
 TOTALS = ("", "peak MiB", "of no recomputation", "step ms", "of no recomputation")
 
@@ -62,31 +53,26 @@ def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
 
 def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
     """Prints both tables and the notes of a plan."""
-    console.print(_table(COLUMNS, rows(plan)))
-    console.print(_table(TOTALS, totals(plan, baseline)))
+    console.print(table(COLUMNS, rows(plan), WORDS))
+    console.print(table(TOTALS, totals(plan, baseline), WORDS))
     for note in plan.notes:
         console.print(note, highlight=False, markup=False)
 
 
 def print_stages(plan: Plan, console: Console) -> None:
-    """Prints a table of the pipeline stages of a plan, the share of waiting, and a step of each stage over time."""
+    """Prints a table of the pipeline stages of a plan, and the share of waiting."""
     pipeline = plan.pipeline
     assert pipeline is not None
     shown = []
-    first = 0
+    left = iter(plan.blocks)
     for number, part in enumerate(pipeline.parts):
-        blocks = plan.blocks[first : first + part.blocks]
-        first += part.blocks
-        name = f"{number % pipeline.stages}" + (
-            f" (part {number // pipeline.stages})" if pipeline.virtual_stages > 1 else ""
-        )
+        blocks = list(itertools.islice(left, part.blocks))
+        turn = f" (part {number // pipeline.stages})" if pipeline.virtual_stages > 1 else ""
         whole = ["recomputed as a whole"] if part.recompute else []
         shown.append(
             (
-                name,
-                blocks[0].name
-                if part.blocks == 1
-                else f"{blocks[0].name} .. {blocks[-1].name} ({part.blocks})",
+                f"{number % pipeline.stages}{turn}",
+                _names(blocks, f"{part.blocks}"),
                 f"{1000 * part.forward_seconds:.1f}",
                 f"{1000 * part.backward_seconds:.1f}",
                 str(part.in_flight),
@@ -96,7 +82,7 @@ def print_stages(plan: Plan, console: Console) -> None:
                 ", ".join([*whole, policies_of(blocks)]),
             )
         )
-    console.print(_table(STAGE_COLUMNS, shown))
+    console.print(table(STAGE_COLUMNS, shown, WORDS))
     spans = spans_of(pipeline)
     console.print(
         f"One micro-batch takes {1000 * max(part.seconds for part in pipeline.parts):.1f} ms on the longest part. A step of "
@@ -104,37 +90,6 @@ def print_stages(plan: Plan, console: Console) -> None:
         f"messages, in which stages wait for {100 * bubble(spans):.0f} % of the time.",
         highlight=False,
     )
-    console.print(
-        f"Schedule {pipeline.schedule}: micro-batch, - forward, = backward, . waits", highlight=False
-    )
-    for stage, line in enumerate(schedule_lines(spans, console.width - 10)):
-        console.print(f"stage {stage:<3} {line}", highlight=False, markup=False, no_wrap=True)
-
-
-def schedule_lines(spans: Sequence[Sequence[Span]], width: int) -> list[str]:
-    """A line of text for each stage, in which each pass has the length of its time and the number of its micro-batch."""
-    last = max(rank[-1].end for rank in spans) or 1.0
-    lines = []
-    for rank in spans:
-        line = ["."] * width
-        for span in rank:
-            start, end = (round(width * moment / last) for moment in (span.start, span.end))
-            label = str(span.action.micro_batch)
-            line[start:end] = label.ljust(end - start, "-" if span.action.kind == FORWARD else "=")[
-                : end - start
-            ]
-        lines.append("".join(line))
-    return lines
-
-
-def _table(columns: tuple[str, ...], shown: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for column in columns:
-        numbers = column not in ("block", "blocks", "policy", "policies", "stage", "")
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
-    for row in shown:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
@@ -155,15 +110,17 @@ def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
 
 
 def _row(segment: str, blocks: list[BlockPlan]) -> tuple[str, str, str, str]:
-    first, last = blocks[0], blocks[-1]
-    name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name} ({len(blocks)} blocks)"
-    policy = first.policy.title
+    policy = blocks[0].policy.title
     return (
-        name,
+        _names(blocks, f"{len(blocks)} blocks"),
         f"{segment}: {policy}" if segment else policy,
         _mib(sum(block.kept_bytes for block in blocks)),
         f"{1000 * sum(block.added_seconds for block in blocks):.1f}",
     )
+
+
+def _names(blocks: Sequence[BlockPlan], count: str) -> str:
+    return blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name} ({count})"
 
 
 def _total(name: str, cost: Cost, whole: Cost) -> tuple[str, ...]:
@@ -187,33 +144,22 @@ def _ratio(value: float, whole: float) -> str:
 # ------------------------------------------------------------------------------------ pictures
 
 
-class _ByteUnit(NamedTuple):
-    """Unit of an axis of bytes."""
-
-    size: int
-    name: str
-
-    def of(self, count: float) -> float:
-        return count / self.size
-
-
 def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None) -> None:
     """Plots time against peak memory: the Pareto frontier, the baseline without recomputation, this plan, and its budget.
 
     Args:
-        plan: a plan with a frontier and predicted costs.
         path: path of the PNG.
         baseline: the measured cost without recomputation, or None.
     """
-    unit = _unit([plan.baseline.peak_bytes])
+    size, unit = _unit([plan.baseline.peak_bytes])
     figure, axes = _figure(5.4)
     points: list[tuple[float, float]] = []
 
-    def put(cost: Cost, marker: str, label: str, size: float, **style: Any) -> None:
-        points.append((unit.of(cost.peak_bytes), 1000 * cost.seconds))
-        axes.plot(*points[-1], marker, label=label, markersize=size, **style)
+    def put(cost: Cost, marker: str, label: str, width: float, **style: Any) -> None:
+        points.append((cost.peak_bytes / size, 1000 * cost.seconds))
+        axes.plot(*points[-1], marker, label=label, markersize=width, **style)
 
-    line = [(unit.of(cost.peak_bytes), 1000 * cost.seconds) for cost in sorted(plan.frontier)]
+    line = [(cost.peak_bytes / size, 1000 * cost.seconds) for cost in sorted(plan.frontier)]
     if line:
         axes.plot(*zip(*line), "-o", color=OURS, markersize=3, linewidth=1.2, label="plans, predicted")
     put(plan.baseline, "*", "no recomputation, predicted", 13, color=BASELINE)
@@ -225,9 +171,9 @@ def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
         put(plan.measured, "X", "this plan, measured", 10, color=OURS, markeredgecolor="white")
     widest = [x for x, _ in points + line]
     if plan.budget is not None:
-        widest.append(unit.of(plan.budget))
+        widest.append(plan.budget / size)
         axes.axvline(widest[-1], color=LIMIT, linewidth=1, linestyle="--", label="budget")
-    axes.set_xlabel(f"peak memory of a step, {unit.name}")
+    axes.set_xlabel(f"peak memory of a step, {unit}")
     axes.set_ylabel("time of a step, ms")
     axes.set_xlim(0, 1.08 * max(widest) or 1)
     axes.set_ylim(0, 1.15 * max(y for _, y in points + line) or 1)
@@ -239,10 +185,7 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
 
     A recorded step takes longer than a normal step, so each curve is scaled to the time of a normal step.
 
-    Args:
-        plan: a plan with timelines.
-        path: path of the PNG.
-        baseline: the measured cost without recomputation, or None.
+    Arguments are those of :func:`frontier_plot`.
 
     Raises:
         ValueError: the plan has no timelines.
@@ -251,26 +194,26 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
         ("no recomputation", BASELINE, plan.timelines.get("before"), (baseline or plan.baseline).seconds),
         ("this plan", OURS, plan.timelines.get("after"), (plan.measured or plan.predicted).seconds),
     ]
-    unit = _unit(count for _, _, timeline, _ in curves for _, count in timeline or ())
+    size, unit = _unit(count for _, _, timeline, _ in curves for _, count in timeline or ())
     figure, axes = _figure(4.6)
     for label, color, timeline, seconds in curves:
         if timeline:
             stretch = 1000 * seconds / (timeline[-1][0] or 1)
             across = [stretch * moment for moment, _ in timeline]
-            counts = [unit.of(count) for _, count in timeline]
+            counts = [count / size for _, count in timeline]
             peak = max(counts)
-            title = f"{label}: peak {_number(peak)} {unit.name}, {_number(1000 * seconds)} ms"
+            title = f"{label}: peak {_number(peak)} {unit}, {_number(1000 * seconds)} ms"
             axes.fill_between(across, counts, step="post", color=color, alpha=0.35, linewidth=0)
             axes.step(across, counts, where="post", color=color, linewidth=1, label=title)
             axes.plot(across[counts.index(peak)], peak, "o", color=color, markersize=5)
     if not axes.lines:
         raise ValueError("the plan has no timelines: measure it")
     if plan.budget is not None:
-        budget = unit.of(plan.budget)
-        label = f"budget: {_number(budget)} {unit.name}"
+        budget = plan.budget / size
+        label = f"budget: {_number(budget)} {unit}"
         axes.axhline(budget, color=LIMIT, linewidth=1, linestyle="--", label=label)
     axes.set_xlabel("time since the start of the step, ms")
-    axes.set_ylabel(f"memory above the start of the step, {unit.name}")
+    axes.set_ylabel(f"memory above the start of the step, {unit}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _save(figure, axes, path, 2)
@@ -278,11 +221,9 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
 
 def _figure(height: float) -> tuple[Any, Any]:
     # Not pyplot, which may choose a backend with windows, and keeps each figure until it is closed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.2, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 
@@ -298,15 +239,11 @@ def _save(figure: Any, axes: Any, path: str | os.PathLike[str], columns: int) ->
     figure.savefig(os.fspath(path), dpi=120)
 
 
-def _unit(counts: Iterable[int]) -> _ByteUnit:
+def _unit(counts: Iterable[int]) -> tuple[int, str]:
     most = max(counts, default=0)
-    return (
-        _ByteUnit(GIB, "GiB")
-        if most >= 16 * GIB
-        else _ByteUnit(MIB, "MiB")
-        if most >= MIB // 2
-        else _ByteUnit(1024, "KiB")
-    )
+    if most >= 16 * GIB:
+        return GIB, "GiB"
+    return (MIB, "MiB") if most >= MIB // 2 else (1024, "KiB")
 
 
 def _number(value: float) -> str:

@@ -6,11 +6,11 @@ nothing can be compared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
-from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.app.compare.runner.jobs import Event
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.settings import (
     OF_DEVICE,
@@ -23,9 +23,6 @@ from hvd_ckpt.app.compare.runner.settings import (
     numbers_of,
 )
 from hvd_ckpt.app.training.field_types import Count, one_of
-
-if TYPE_CHECKING:
-    from hvd_ckpt.app.compare.launch import Event
 
 VARIANTS = ("none", "reentrant", "non-reentrant", "explicit")
 FIND = "hvd_ckpt.app.compare.runner.engines:find_engine"
@@ -57,7 +54,6 @@ class CompareSettings(BenchSettings):
     )
     device: Device = Field("cpu", description=OF_DEVICE)
     quick: bool = Field(False, description="Tiny models, two segments, one timed pass.")
-    full: bool = Field(False, description="DenseNet-264 and BERT-base instead of small ones.")
     text: TextFile | None = Field(
         None, description="Training text.  [default: the source text of Python's library]"
     )
@@ -67,22 +63,16 @@ class CompareSettings(BenchSettings):
         None, description="The engine that must be right for exit status 0.  [default: hvd_ckpt]"
     )
 
-    @property
-    def scale(self) -> str:
-        """The size of the models."""
-        return "quick" if self.quick else "full" if self.full else "default"
+
+HELP = """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
+
+Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in which
+order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library is right everywhere.
+"""
 
 
-@bench_command(CompareSettings, width=150, program="hvd-ckpt")
-def compare(run: BenchRun, settings: CompareSettings) -> None:
-    """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
-
-    Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
-    which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
-    is right everywhere.
-    """
-    if settings.quick and settings.full:
-        raise BadArgument("--quick and --full exclude each other: give one")
+def run_comparison(run: BenchRun, settings: CompareSettings) -> None:
+    """The command; :data:`HELP` says what it does."""
     from hvd_ckpt.app.compare.comparison import Comparison  # which imports PyTorch
 
     comparison = Comparison(settings, run)
@@ -91,7 +81,10 @@ def compare(run: BenchRun, settings: CompareSettings) -> None:
         def show(where: str, event: Event) -> None:
             if event["rank"] == 0:
                 cell = f": {event['cell']}" if "cell" in event else ""
-                progress.show(f"{where}{cell}", int(event["event"] == "result"))
+                progress(f"{where}{cell}", int(event["event"] == "result"))
 
         report = comparison.run(show)
     run.finish(report, report.success)
+
+
+compare = bench_command("compare", HELP, CompareSettings, run_comparison)

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hvd_ckpt.app.cli.command_line import BadArgument, split_names
 from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
-from hvd_ckpt.app.compare.cells import Cell, TrainingSettings, make_cells
-from hvd_ckpt.app.compare.launch import Event, Failure, Launcher, Trainings
+from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
+from hvd_ckpt.app.compare.launch import Launcher, Trainings
 from hvd_ckpt.app.compare.report import make_report
-from hvd_ckpt.app.compare.runner.engines import ENGINES, HvdCkpt, find_engine
+from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
+from hvd_ckpt.app.compare.runner.jobs import Event, Failure
+from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import Report
 from hvd_ckpt.app.compare.runner.settings import check_devices
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.compare.verdict import add_ratios, judge
-from hvd_ckpt.app.compare.worker import REFERENCE, EngineJob
+from hvd_ckpt.app.compare.worker import EngineJob, ReferenceJob
 from hvd_ckpt.app.compare.workloads import CATALOG
 from hvd_ckpt.distributed.precision import apex_unavailable
 from hvd_ckpt.processes.runtime import threads_per_rank
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.compare.command import CompareSettings
-    from hvd_ckpt.app.compare.runner.options import BenchRun
 
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
-DEFAULT = [name for name, kind in ENGINES.items() if kind is HvdCkpt or not issubclass(kind, HvdCkpt)]
-"""The engines that are compared where no others are asked for: this library as it comes, and all others."""
 
 Listener = Callable[[str, Event], object]
 
@@ -46,7 +45,7 @@ class Comparison:
     """
 
     def __init__(self, options: CompareSettings, run: BenchRun) -> None:
-        self.engines, self.subject = options.engines or DEFAULT, options.subject or "hvd_ckpt"
+        self.engines, self.subject = options.engines or [*ENGINES], options.subject or "hvd_ckpt"
         if self.subject not in self.engines:
             raise BadArgument(
                 f"--subject {self.subject} is not among the engines {', '.join(self.engines)}: add it, or judge another"
@@ -60,26 +59,25 @@ class Comparison:
         absent = {engine: reason for engine, reason in reasons.items() if reason is not None}
         if self.subject in absent:
             raise BadArgument(f"{self.subject} cannot run here: {absent[self.subject]}")
-        segments = options.chunks or ((2,) if options.quick else (1, 2, 4))
-        self.cells = make_cells(_variants(options), segments)
+        self.cells = tuple(_cells(options))
         if not self.cells:
             raise BadArgument(
                 f"there is nothing to compare: these workloads and scenarios have no --variants {','.join(options.variants)} in "
                 f"--precision {options.precision}"
             )
-        shared = ("steps", "seed", "scale", "text", "precision", "device")
-        self.settings = TrainingSettings(**{name: getattr(options, name) for name in shared})
+        shared = {name: getattr(options, name) for name in ("steps", "seed", "text", "precision", "device")}
+        self.settings = TrainingSettings(**shared, scale="quick" if options.quick else "default")
         self.threads = threads_per_rank(self.size)
         self.launcher = Launcher(options.controller, self.size, options.timeout, self.threads)
         self._options, self._run, self._folder = options, run, run.jobs
         self._remarks = [f"{engine} is absent: {reason}" for engine, reason in absent.items()]
-        self._trained = {engine: self._cells_of(engine) for engine in self.engines if engine not in absent}
+        self._present = [engine for engine in self.engines if engine not in absent]
 
     @property
     def trainings(self) -> int:
         """How many cells are trained: each to check it, and those of real workloads once in each timed pass."""
-        cells = [cell for cells in self._trained.values() for cell in cells]
-        return len(cells) + self._options.passes * sum(not CATALOG[cell.workload].small for cell in cells)
+        timed = sum(not CATALOG[cell.workload].small for cell in self.cells)
+        return len(self._present) * (len(self.cells) + self._options.passes * timed)
 
     def run(self, listener: Listener) -> Report:
         """Makes the comparison; ``listener`` hears of every event and where it happens.
@@ -90,15 +88,14 @@ class Comparison:
         with self.launcher:
             workloads = self._references(listener)
             found = {}
-            for engine, cells in self._trained.items():
-                job = self._job("check", engine, cells, checks=True)
+            for engine in self._present:
+                job = self._job("check", engine, self.cells, checks=True)
                 found[engine] = self.launcher.train(job, functools.partial(listener, f"checking {engine}"))
             self._time(found, listener)
         results = [
             judge(cell, engine, outcomes[cell], self.settings.precision)
             for cell in self.cells
             for engine, outcomes in found.items()
-            if cell in outcomes
         ]
         add_ratios(results)
         return make_report(
@@ -118,7 +115,8 @@ class Comparison:
 
     def _references(self, listener: Listener) -> dict[str, dict[str, Any]]:
         """Computes the references; returns what a report says of each workload."""
-        job = self._job("compute", REFERENCE, self.cells)
+        folder = self._folder / "reference"
+        job = ReferenceJob(folder, 1, self._folder, self.cells, self.settings, ranks=self.size)
         events, failure = self.launcher.start(job, functools.partial(listener, "reference"))
         if failure:
             raise BadArgument(f"the reference cannot be computed: {failure.message} (log in {job.folder})")
@@ -144,43 +142,28 @@ class Comparison:
             for cell, timed in self.launcher.train(job, functools.partial(listener, where)).items():
                 found[engine][cell] = timed if isinstance(timed, Failure) else before[cell] + timed
 
-    def _cells_of(self, engine: str) -> list[Cell]:
-        """The cells that an engine trains; notes those that it refuses by design."""
-        kind, cells = find_engine(engine), list[Cell]()
-        for cell in self.cells:
-            refused = kind().refuses(CATALOG[cell.workload])
-            if refused:
-                self._remarks.append(f"{engine}, {cell.workload} {cell.variant} is left out: {refused}")
-            else:
-                cells.append(cell)
-        return cells
-
     def _job(self, name: str, engine: str, cells: Iterable[Cell], checks: bool = False) -> EngineJob:
-        return EngineJob(
-            folder=self._folder / f"{name}-{engine}".replace(":", "-"),
-            references=self._folder,
-            engine=engine,
-            cells=tuple(cells),
-            size=self.size,
-            settings=self.settings,
-            checks=checks,
-        )
+        folder = self._folder / f"{name}-{engine}".replace(":", "-")
+        return EngineJob(folder, self.size, self._folder, tuple(cells), self.settings, engine, checks)
 
 
-def _variants(options: CompareSettings) -> dict[str, tuple[str, ...]]:
-    """For each chosen workload and scenario, the variants that mean something for it."""
-    chosen = {}
+def _cells(options: CompareSettings) -> Iterator[Cell]:
+    """Each chosen workload and scenario with each variant that means something for it and, if that has segments, their numbers."""
+    segments = options.chunks or ((2,) if options.quick else (1, 2, 4))
     for option, given, small in (
         ("--workloads", options.workloads, False),
         ("--scenarios", options.scenarios, True),
     ):
         known = [name for name, kind in CATALOG.items() if kind.small == small]
-        names = known if given is None else split_names(option, given, (*known, NOTHING))
+        try:
+            names = known if given is None else split_names(given, (*known, NOTHING))
+        except ValueError as error:
+            raise BadArgument(f"{option}: {error}") from None
         for name in (name for name in names if name != NOTHING):
             kind = CATALOG[name]
             for package in kind.requires:
                 if importlib.util.find_spec(package) is None:
                     raise ModuleNotFoundError(name=package)
             if kind.precisions is None or options.precision in kind.precisions:
-                chosen[name] = tuple(variant for variant in options.variants if variant in kind.variants)
-    return chosen
+                for variant in (variant for variant in options.variants if variant in kind.variants):
+                    yield from (Cell(name, variant, n) for n in ((0,) if variant == "none" else segments))

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from hvd_ckpt.app.compare.runner.engine import Engine
+from hvd_ckpt.app.compare.runner.engine import Engine
 
 OURS = r"^hvd_ckpt\.\d+\.\d+\."  # in the names of this library's tensors, which count the optimizers of a process
 BY_ITSELF = re.compile(OURS + r"(?:single|sparse)\.(\d+)(?:\.values)?$")
@@ -33,7 +32,6 @@ class Recording:
     Attributes:
         names: of the parameters, by their identity.
         most: the most reductions that any parameter's gradient took part in, in one step.
-        least: the fewest of a parameter that had a gradient.
         order: what was reduced, in order; two runs that reduce alike have equal lists.
     """
 
@@ -42,7 +40,6 @@ class Recording:
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self._counts: Counter[str] = Counter()
         self.most = 0
-        self.least: int | None = None
         self.order: list[str] = []
 
     def note(self, names: Iterable[str]) -> None:
@@ -76,11 +73,6 @@ class Recording:
     def close_step(self) -> None:
         """A step has ended: its gradients are reduced."""
         self.most = max([self.most, *self._counts.values()])
-        reduced = [
-            self._counts[name] for name, parameter in self._parameters.items() if parameter.grad is not None
-        ]
-        if reduced:
-            self.least = min(reduced if self.least is None else [self.least, *reduced])
         self._counts.clear()
 
     def digest(self) -> str:
@@ -94,9 +86,8 @@ def recording_of(
     """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
     if engine.reduces_by == "horovod":
         return recording_horovod(recording, engine.rank, folder)
-    if engine.reduces_by == "ddp":
-        return recording_ddp(recording, model)
-    return recording_apex(recording, model) if engine.reduces_by == "apex" else nullcontext()
+    recorders = {"ddp": recording_ddp, "apex": recording_apex}
+    return recorders[engine.reduces_by](recording, model) if engine.reduces_by else nullcontext()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,13 +40,6 @@ class Reference:
     losses: list[list[float]]
     layers: int
 
-    def save(self, path: Path) -> None:
-        torch.save(vars(self), path)
-
-    @classmethod
-    def load(cls, path: Path) -> Reference:
-        return cls(**torch.load(path, weights_only=True))
-
 
 def make_reference(
     workload: Workload,
@@ -62,7 +54,7 @@ def make_reference(
     """
     seed, steps = settings.seed, settings.steps
     training = Training(workload, OneProcess(), settings, build_seed(seed, 0))
-    bare = training.model
+    bare = training.bare
     parameters = list(bare.parameters())
     start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})
     buffers = [_copy(dict(bare.named_buffers())) for _ in range(size)]
@@ -78,8 +70,8 @@ def make_reference(
             # The ranks take turns in this process, each with the state that its own process would have.
             _load_buffers(bare, buffers[rank])
             torch.set_rng_state(random_states[rank])
-            batches = training.batches(rank, size, number)
-            each = training.gradients(rank, size, number, batches)
+            training.begin(rank, size, number)
+            each = training.gradients()
             losses[rank].append(sum(loss.item() for loss in each) / len(each))
             random_states[rank] = torch.get_rng_state()
             buffers[rank] = _copy(dict(bare.named_buffers()))
@@ -102,8 +94,8 @@ def apart(reference: Reference, trained: Training, rank: int) -> dict[str, Any]:
     """How far a rank's trained parameters and buffers are from the reference: the results of :func:`largest_difference`."""
     figures: dict[str, Any] = {}
     for prefix, found, expected in (
-        ("", trained.parameters, reference.parameters),
-        ("buffer_", dict(trained.model.named_buffers()), reference.buffers[rank]),
+        ("", dict(trained.bare.named_parameters()), reference.parameters),
+        ("buffer_", dict(trained.bare.named_buffers()), reference.buffers[rank]),
     ):
         on_cpu = {name: tensor.detach().cpu() for name, tensor in found.items()}
         values = largest_difference(on_cpu, expected, reference.start)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import (
     Column,
     Report,
     Table,
     in_mib,
-    mebibytes,
+    listed,
     save_figure,
     table_of,
 )
@@ -25,16 +25,11 @@ from hvd_ckpt.app.compare.verdict import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hvd_ckpt.app.compare.runner.options import BenchRun
-
 REASON = 160  # characters
 STYLES = {"right": "green", "loose": "yellow", "wrong": "red", "error": "red", "hang": "red"}
 COLORS = dict(zip(STYLES, ("#4daf6e", "#f2d45c", "#f08a4b", "#c8505a", "#3b3b3b")))  # of the picture
 MEANINGS = {"loose": "loose: right, but reduced more than once, or in another order each time"}
-PRICE = (
-    "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
-    "parentheses."
-)
+COST = "Step time as a ratio to stock Horovod without recomputation, and peak MiB; in parentheses where the result is wrong"
 LEGEND = (
     "verdict: right; loose (right here, but a gradient is reduced more than once in a step, or two runs reduce in "
     "different orders); wrong; error; hang.",
@@ -42,7 +37,7 @@ LEGEND = (
     "weights, buffers: the largest difference from one process that computes each rank's batch in turn, with that rank's random "
     "state and buffers, and averages the gradients. Right means that none is off by more than 0.1 % of what training changed (5 % "
     "where weights are bfloat16, 2 % in mixed precision).",
-    "reduced: reductions of a gradient in a step, fewest and most; order: whether two runs reduce in the same order.",
+    "reduced: most reductions of a gradient in a step; order: whether two runs reduce in the same order.",
     "step ms: median after two steps; ratio: to stock Horovod in the same pass, without recomputation where that is measured.",
     "peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights included.",
 )
@@ -61,67 +56,43 @@ def make_report(
     """The report of a comparison.
 
     Args:
-        run: the command's.
-        results: one per engine and cell.
         workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
         subject: the engine that must be right for the comparison to succeed.
-        title: of the tables and the picture.
         facts: lines in the place of options that were not given.
-        remarks: a line for each engine that cannot run here, and for each cell that an engine did not train: which, and why.
+        remarks: a line for each engine that cannot run here: which, and why.
     """
-    success, conclusion = conclude(results, subject)
+    mine = [result for result in results if result.engine == subject]
+    wrong = [f"{result.workload} {result.recomputed}" for result in mine if not result.right]
+    success = bool(mine) and not wrong
+    conclusion = f"{short_name(subject)} is right in all {len(mine)} cells."
+    if not success:
+        conclusion = f"{subject} is not right in {len(wrong)} of {len(mine)} cells: {', '.join(wrong)}."
     large = [result for result in results if not workloads[result.workload]["small"]]
     verdicts = _by_engine(
         f"Is the training result right? {title}", results, lambda result: result.variant, _verdict
     )
-    tables = [verdicts]
-    if large:
-        tables.append(
-            _by_engine("Step time and peak memory", large, lambda result: result.recomputed, _cost, PRICE)
-        )
+    costs = _by_engine(COST, large, lambda result: result.recomputed, _cost)
     trained: list[tuple[str, ...]] = [
         (name, found["title"], found["line"], f"{found['losses'][0]:.3f} to {found['losses'][-1]:.3f}")
         for name, found in workloads.items()
     ]
     columns = ("workload", "what is trained", "size", "loss")
-    tables.append(Table(columns, trained, title="Workloads", printed=False))
-
-    def draw(folder: Path) -> list[str]:
-        return [save_figure(draw_verdicts(verdicts), folder / "verdicts.png")]
-
-    report = run.report(
+    return run.report(
         "Engines compared",
-        tables,
+        [verdicts, *([costs] if large else []), Table(columns, trained, "Workloads", printed=False)],
         [
             {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
             for result in results
         ],
         facts,
+        remarks=[*remarks, *_reasons(mine)],
         notes=LEGEND,
-        details=[table_of(DETAILS, results, "Every cell")],
-        detail_remarks=list(_reasons(results)),
-        draw=draw,
-        data={
-            "right": success,
-            "conclusion": conclusion,
-            "subject": subject,
-            "workloads": workloads,
-            "remarks": remarks,
-        },
+        details=[*table_of(DETAILS, results, "Every cell").markdown(), "", *listed(_reasons(results))],
+        draw=lambda folder: [save_figure(draw_verdicts(verdicts), folder / "verdicts.png")],
+        data={"right": success, "conclusion": conclusion, "subject": subject, "remarks": remarks},
         conclusion=conclusion,
         success=success,
     )
-    report.remarks += [*remarks, *_reasons(result for result in results if result.engine == subject)]
-    return report
-
-
-def conclude(results: Sequence[Result], subject: str) -> tuple[bool, str]:
-    """Whether the subject is right in every cell, and a sentence that says where it is not."""
-    mine = [result for result in results if result.engine == subject]
-    wrong = [f"{result.workload} {result.recomputed}" for result in mine if not result.right]
-    if mine and not wrong:
-        return True, f"{short_name(subject)} is right in all {len(mine)} cells."
-    return False, f"{subject} is not right in {len(wrong)} of {len(mine)} cells: {', '.join(wrong)}."
 
 
 def _reasons(results: Iterable[Result]) -> Iterable[str]:
@@ -137,7 +108,6 @@ def _by_engine(
     results: Sequence[Result],
     row_of: Callable[[Result], str],
     entry: Callable[[Sequence[Result]], str],
-    note: str = "",
 ) -> Table:
     """A row for each workload and way to recompute, a column for each engine; ``entry`` takes the results of both."""
     engines = dict.fromkeys(result.engine for result in results)
@@ -145,19 +115,16 @@ def _by_engine(
     for result in results:
         row = rows.setdefault((result.workload, row_of(result)), {})
         row.setdefault(result.engine, []).append(result)
-    columns = ("workload", "recomputed", *map(short_name, engines))
     return Table(
-        columns,
+        ("workload", "recomputed", *map(short_name, engines)),
         [
             (*names, *(entry(row[engine]) if engine in row else "-" for engine in engines))
             for names, row in rows.items()
         ],
         title=title,
-        left=columns,
         folded=1,
         style=lambda text: STYLES.get(text.split()[0], "") if text else "",
         mark=lambda text: f"**{text}**" if STYLES.get(text.split()[0], "green") != "green" else text,
-        note=note,
     )
 
 
@@ -178,14 +145,8 @@ def _cost(results: Sequence[Result]) -> str:
     if result.status in ("error", "hang"):
         return result.status
     ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
-    cost = f"{ratio}, {mebibytes(result.peak_bytes)}"
+    cost = f"{ratio}, {'-' if result.peak_bytes is None else in_mib()(result.peak_bytes)}"
     return f"({cost})" if result.status == "wrong" else cost
-
-
-def _reduced(result: Result) -> str | None:
-    """The reductions of a gradient in a step, fewest and most."""
-    numbers = dict.fromkeys(number for number in (result.least, result.most) if number is not None)
-    return "-".join(map(str, numbers)) or None
 
 
 def _distance(difference: float | None, right: bool | None) -> str | None:
@@ -208,7 +169,7 @@ DETAILS = (
     Column("buffers", lambda result: _distance(result.buffer_difference, result.buffers_right)),
     Column("runs", lambda result: result.runs or None),
     Column("bits", lambda result: result.repeatable, _either("equal", "DIFFER")),
-    Column("reduced", _reduced),
+    Column("reduced", lambda result: result.most),
     Column("order", lambda result: result.same_order, _either("same", "VARIES")),
     Column("step ms", lambda result: result.step_seconds and 1000 * result.step_seconds, ".1f"),
     Column("ratio", lambda result: result.ratio, ".2f"),

@@ -7,16 +7,19 @@ Read them as a list of what real models do; to add one, write such a class.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from hvd_ckpt.app.compare.cells import Chain, Recompute, RecomputedLayer
-from hvd_ckpt.app.compare.workloads import CATALOG, RankStep, Workload
+from hvd_ckpt.app.compare.workloads import CATALOG, Workload
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import split
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.compare.training import Training
 
 WIDTH = 16
 LAYERS = 6
@@ -77,7 +80,7 @@ class Nested(Scenario, name="nested"):
 class Unused(Scenario, name="unused"):
     title = "a layer that no rank uses, and weight decay"
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         return run_along(self, step, range(LAYERS - 1))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -86,9 +89,8 @@ class Unused(Scenario, name="unused"):
 
 class UnusedOnOneRank(Scenario, name="unused-on-one-rank"):
     title = "layers that all ranks but the first use"
-    alike = False
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         return run_along(self, step, range(LAYERS - 2 if step.rank == 0 else LAYERS))
 
 
@@ -126,9 +128,8 @@ class Frozen(Scenario, name="frozen"):
 class ChangingGraph(Scenario, name="changing-graph"):
     title = "other layers in each step and on each rank, one of them several times"
     static = False
-    alike = False
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         # The numbers of the layers in their order:
         #     step      0      1          2
         #     rank 0    0 1    1 2 3 1    2 3 4 5 2 2
@@ -142,7 +143,7 @@ class TwoForwards(Scenario, name="two-forwards"):
     title = "two forward passes, then one backward pass through both"
     parts = 2
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         losses = [self.loss_of(step, batch) for batch in step.batches]
         step.backward(losses[0] + losses[1])
         return [loss.detach() for loss in losses]
@@ -152,7 +153,7 @@ class ForwardWithoutGrad(Scenario, name="no-grad-forward"):
     title = "an evaluation under no_grad before and after each forward pass"
     parts = 3
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         before, batch, after = step.batches
         with torch.no_grad(), step.autocast():
             step.model(*before.inputs)
@@ -194,7 +195,6 @@ class CastingLinear(nn.Module):
 
 class MixedDtypes(Scenario, name="mixed-dtypes"):
     title = "parameters of four dtypes in one model, bfloat16 among them"
-    half = True
     tolerance = 5e-2  # a bfloat16 weight has three digits, and training changes the last of them
     precisions = ("fp32", "bf16")  # a gradient scaler refuses float16 gradients
 
@@ -210,7 +210,7 @@ class OverflowOnOneRank(Scenario, name="overflow-on-one-rank"):
     title = "a scaled loss overflows on one rank: all must skip that step"
     scales_loss = True
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         loss = self.loss_of(step, *step.batches)
         # Times the scale that a gradient scaler begins with, 65536, this is beyond the largest float32.
         step.backward(loss * (1e36 if step.number == 1 and step.rank == 0 else 1.0))
@@ -249,11 +249,10 @@ class SparseChain(Chain):
         self.embedding = nn.Embedding(vocabulary, WIDTH, sparse=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        output: torch.Tensor = super().forward(self.embedding(tokens))
-        return output
+        return super().forward(self.embedding(tokens))
 
 
-def run_along(scenario: Scenario, step: RankStep, path: Iterable[int]) -> list[torch.Tensor]:
+def run_along(scenario: Scenario, step: Training, path: Iterable[int]) -> list[torch.Tensor]:
     """A step that uses some of the layers only."""
     loss = scenario.loss_of(step, *step.batches, path=list(path))
     step.backward(loss)

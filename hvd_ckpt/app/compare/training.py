@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from torch.optim import Optimizer
 from hvd_ckpt.app.compare.cells import KEEP, Cell, Recompute, TrainingSettings
 from hvd_ckpt.app.compare.recording import Recording, recording_of
 from hvd_ckpt.app.compare.runner.engine import Engine
-from hvd_ckpt.app.compare.workloads import RankStep, Workload
-from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.app.compare.workloads import Workload
+from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.utils.measure import now
-
-AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Training:
@@ -39,8 +37,8 @@ class Training:
         seed: of the first weights.
 
     Attributes:
-        model: the unwrapped model; ``wrapped``, ``optimizer``: what to train with.
-        parameters: the trained ones, by name, whole.
+        bare: the workload's model; ``model``, ``optimizer``: what to train with.
+        rank, size, number, batches: of the step: which rank of how many, which step (from 0), and what it trains on.
         seconds: this rank's time for each step: zero_grad, forward, backward and update.
         recording: the reductions, if they were recorded.
     """
@@ -55,18 +53,17 @@ class Training:
     ) -> None:
         self.workload, self.engine, self.device = workload, engine, torch.device(settings.device)
         torch.manual_seed(seed)
-        self.model = workload.model(recompute).to(self.device)
+        self.bare = workload.model(recompute).to(self.device)
         self._autocast = AUTOCAST.get(settings.precision)
         self._amp = importlib.import_module("apex.amp") if settings.precision == "apex-O1" else None
         scaled = self._amp is None and (settings.precision == "fp16" or workload.scales_loss)
         self._scaler = engine.grad_scaler(self.device.type) if scaled else None
-        self.wrapped, self.optimizer = self._wrap(workload.optimizer(self.model.parameters()))
-        self.parameters: dict[str, torch.Tensor] = {}
+        self.model, self.optimizer = self._wrap(workload.optimizer(self.bare.parameters()))
         self.seconds: list[float] = []
         self.recording: Recording | None = None
 
     def _wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        model = self.model
+        model = self.bare
         # Apex wants a model before DDP wraps it, and Horovod's optimizer before Apex patches it.
         for after_apex in (True, False):
             if self._amp is not None and self.engine.wraps_after_apex is after_apex:
@@ -75,15 +72,15 @@ class Training:
                 model, optimizer = self.engine.wrap(model, optimizer, self.workload.passes)
         return model, optimizer
 
-    def batches(self, rank: int, size: int, number: int) -> list[Batch]:
-        """All batches of one rank in one step, where the model is."""
-        return [batch.to(self.device) for batch in self.workload.batches(rank, size, number)]
+    def begin(self, rank: int, size: int, number: int) -> None:
+        """Begins a step of one rank: its batches come to where the model is."""
+        self.rank, self.size, self.number = rank, size, number
+        self.batches = [batch.to(self.device) for batch in self.workload.batches(rank, size, number)]
 
-    def gradients(self, rank: int, size: int, number: int, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """The forward and backward passes of a rank's step; returns the loss of each batch."""
+    def gradients(self) -> list[torch.Tensor]:
+        """The forward and backward passes of the step; returns the loss of each batch."""
         self.optimizer.zero_grad()
-        how: dict[str, Any] = {"autocast": self.autocast, "backward": self.backward}
-        return self.workload.run(RankStep(self.wrapped, rank, size, number, batches, **how))
+        return self.workload.run(self)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward pass and its loss."""
@@ -97,7 +94,7 @@ class Training:
                 self.engine.after_apex_backward(self.optimizer)
         else:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
 
     def update(self) -> None:
         """The update, skipped where scaled gradients have overflowed."""
@@ -105,7 +102,7 @@ class Training:
             self.engine.scaled_step(self._scaler, self.optimizer)
             self._scaler.update()
         elif self._amp is not None:
-            self.engine.apex_step(self.optimizer)
+            self.engine.update(self.model, self.optimizer)
         else:
             self.optimizer.step()
 
@@ -133,7 +130,6 @@ def train(
 
     Args:
         record_in: a folder, if the reductions are to be recorded; the same on all ranks.
-        after_step: called with the number of each step that is done.
     """
     rank, size = engine.rank, engine.size
     # Other weights on each rank: an engine that does not make them equal is found out.
@@ -142,21 +138,20 @@ def train(
     torch.manual_seed(step_seed(settings.seed, rank))
     with contextlib.ExitStack() as contexts:
         if record_in is not None:
-            trained.recording = Recording(dict(trained.model.named_parameters()))
-            contexts.enter_context(recording_of(engine, trained.recording, trained.wrapped, record_in))
+            trained.recording = Recording(dict(trained.bare.named_parameters()))
+            contexts.enter_context(recording_of(engine, trained.recording, trained.model, record_in))
         if workload.uneven:
-            contexts.enter_context(engine.uneven(trained.wrapped))
+            contexts.enter_context(engine.uneven(trained.model))
         for number in range(workload.steps_of(rank, size, settings.steps)):
-            batches = trained.batches(rank, size, number)
-            workload.before_step(trained.model, number)
+            trained.begin(rank, size, number)
+            workload.before_step(trained.bare, number)
             start = now(trained.device)
-            trained.gradients(rank, size, number, batches)
+            trained.gradients()
             trained.update()
             trained.seconds.append(now(trained.device) - start)
             if trained.recording is not None:
                 trained.recording.close_step()
             after_step(number)
-    trained.parameters = engine.weights(trained.model, trained.optimizer)
     return trained
 
 

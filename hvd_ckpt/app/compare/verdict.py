@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_ckpt.app.compare.cells import Cell
-from hvd_ckpt.app.compare.launch import Failure
+from hvd_ckpt.app.compare.runner.jobs import Failure
 from hvd_ckpt.app.compare.runner.stats import ratios, slowest
 from hvd_ckpt.app.compare.worker import Figures
 from hvd_ckpt.app.compare.workloads import CATALOG
@@ -37,7 +37,7 @@ class Result:
         difference, buffer_difference: the largest absolute difference from the reference of a parameter, of a buffer.
         repeatable: whether all runs of the cell ended in the same bits on every rank.
         runs: how many runs that says something about.
-        least, most: reductions of a gradient per step, of the parameter with fewest and with most; None if unknown.
+        most: reductions of a gradient per step, of the parameter with most; None if unknown.
         same_order: whether two runs reduced in the same order; None if unknown.
         pass_seconds: median time of a step (of its slowest rank) in each timed pass.
         ratio: median over the passes of this time by the baseline's in the same pass.
@@ -57,7 +57,6 @@ class Result:
     buffer_difference: float | None = None
     repeatable: bool | None = None
     runs: int = 0
-    least: int | None = None
     most: int | None = None
     same_order: bool | None = None
     pass_seconds: tuple[float, ...] = ()
@@ -104,9 +103,9 @@ def judge(
     tolerance = max(kind.tolerance, 0.0 if precision == "fp32" else ROUNDING)
     off, right = {}, {}
     for what, prefix in (("weights", ""), ("buffers", "buffer_")):
-        worst = max(trainings[0], key=lambda rank: float(rank[f"{prefix}relative"]))
-        off[what] = max(float(rank[f"{prefix}difference"]) for rank in trainings[0])
-        share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
+        worst = max(trainings[0], key=lambda rank: rank[f"{prefix}relative"])
+        off[what] = max(rank[f"{prefix}difference"] for rank in trainings[0])
+        share, name = worst[f"{prefix}relative"], worst[f"{prefix}worst"]
         right[what] = share <= tolerance
         wrong[f"{what} off by {100 * share:.3g} % of what training changes ({name})"] = not right[what]
     result.difference, result.buffer_difference = off.values()
@@ -115,7 +114,6 @@ def judge(
     recorded = [rank for rank in figures if "order" in rank]
     if recorded:
         result.most = max(rank["most"] for rank in recorded)
-        result.least = min((rank["least"] for rank in recorded if rank["least"] is not None), default=None)
         orders = [{run["order"] for run in runs if "order" in run} for runs in rank_by_rank]
         result.same_order = all(len(order) <= 1 for order in orders)
         loose[f"a gradient is reduced {result.most} times in a step"] = kind.static and result.most > 1
@@ -123,7 +121,9 @@ def judge(
     result.status = "wrong" if any(wrong.values()) else "loose" if any(loose.values()) else "right"
     result.reason = "; ".join(reason for reason, holds in {**wrong, **loose}.items() if holds)
     result.peak_bytes = max((rank["peak_bytes"] for rank in figures if "peak_bytes" in rank), default=None)
-    result.pass_seconds = tuple(_step_seconds(ranks) for ranks in trainings if "seconds" in ranks[0])
+    # All wait for the slowest rank of a step.
+    timed = [slowest(rank["seconds"] for rank in ranks) for ranks in trainings if "seconds" in ranks[0]]
+    result.pass_seconds = tuple(statistics.median(steps[min(WARM_UP, len(steps) - 1) :]) for steps in timed)
     return result
 
 
@@ -140,9 +140,3 @@ def add_ratios(results: Sequence[Result]) -> None:
         baseline = baselines.get((result.workload, "none", 0), baselines.get(same))
         if baseline and len(baseline) == len(result.pass_seconds):
             result.ratio = statistics.median(ratios(result.pass_seconds, baseline))
-
-
-def _step_seconds(ranks: Sequence[Figures]) -> float:
-    """The median time of a step after the warm-up: that of the slowest rank, as all wait for it."""
-    steps = slowest(rank["seconds"] for rank in ranks)
-    return statistics.median(steps[min(WARM_UP, len(steps) - 1) :])

@@ -7,10 +7,8 @@ in :mod:`.scenarios`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
@@ -23,29 +21,11 @@ from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
+if TYPE_CHECKING:
+    from hvd_ckpt.app.compare.training import Training
+
 CATALOG: dict[str, type[Workload]] = {}
 """Every workload by its name, as soon as its module is imported."""
-
-
-@dataclass
-class RankStep:
-    """One step of one rank, as a workload sees it.
-
-    Attributes:
-        model: what to call; an engine's wrapper around the workload's model, or the model itself.
-        rank, size, number: which rank of how many, and which step (from 0).
-        batches: this rank's batches of this step.
-        autocast: makes the context for a forward pass and its loss.
-        backward: runs the backward pass of a loss, scaled if the precision wants it.
-    """
-
-    model: nn.Module
-    rank: int
-    size: int
-    number: int
-    batches: Sequence[Batch]
-    autocast: Callable[[], AbstractContextManager[Any]]
-    backward: Callable[[torch.Tensor], object]
 
 
 class Workload(ABC):
@@ -62,8 +42,6 @@ class Workload(ABC):
         static: the same graph in every step, so that each gradient takes part in exactly one reduction.
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
         uneven: ranks have unequal numbers of steps.
-        alike: all ranks use the same layers in the same order.
-        half: some parameters have half precision.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -79,8 +57,6 @@ class Workload(ABC):
     static: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
     uneven: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    half: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 
@@ -109,7 +85,7 @@ class Workload(ABC):
         """All batches of one rank in one step."""
         return [self.batch(rank, size, step, part) for part in range(self.parts)]
 
-    def run(self, step: RankStep) -> list[torch.Tensor]:
+    def run(self, step: Training) -> list[torch.Tensor]:
         """The forward and backward passes of a step; returns its losses."""
         losses = []
         for batch in step.batches:
@@ -118,7 +94,7 @@ class Workload(ABC):
             losses.append(loss.detach())
         return losses
 
-    def loss_of(self, step: RankStep, batch: Batch, **how: Any) -> torch.Tensor:
+    def loss_of(self, step: Training, batch: Batch, **how: Any) -> torch.Tensor:
         """The forward pass of a batch and its loss; ``how`` is for the model, which also gets what its layers share."""
         with step.autocast():
             return self.loss(step.model(*batch.inputs, **batch.shared, **how), batch.targets)
@@ -143,7 +119,7 @@ class DenseNetOnDigits(Workload, name="densenet"):
     requires = ("sklearn",)
     learning_rate = 0.1
     # depth, pixels, images per rank and step
-    sizes: ClassVar = {"quick": (22, 16, 8), "default": (22, 24, 16), "full": (264, 64, 8)}
+    sizes: ClassVar = {"quick": (22, 16, 8), "default": (22, 24, 16)}
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
         from hvd_ckpt.app.models.densenet import densenet
@@ -178,8 +154,7 @@ class Maskless(nn.Module):
         self.block = block
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.block(x)
-        return output
+        return self.block(x)
 
 
 class BertOnText(Workload, name="bert"):
@@ -189,11 +164,7 @@ class BertOnText(Workload, name="bert"):
     requires = ("transformers",)
     learning_rate = 0.05
     # hidden size, layers, heads, longest sequence, sequences per rank and step
-    sizes: ClassVar[dict[str, tuple[int, int, int, int, int]]] = {
-        "quick": (32, 2, 2, 32, 4),
-        "default": (64, 4, 4, 64, 8),
-        "full": (768, 12, 12, 512, 8),
-    }
+    sizes: ClassVar = {"quick": (32, 2, 2, 32, 4), "default": (64, 4, 4, 64, 8)}
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
         from hvd_ckpt.app.models.bert import bert

@@ -38,11 +38,7 @@ PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> Images:
-    """Opens a folder with a folder of images for each class, or an .npz file; for None, scikit-learn's digits.
-
-    Raises:
-        ValueError: images are missing. The message is one sentence.
-    """
+    """Opens a folder with a folder of images for each class, or an .npz file; for None, scikit-learn's digits."""
     if source is None:
         return Digits(pixels, seed=seed)
     if Path(source).is_dir():
@@ -54,11 +50,6 @@ class Images(StandardisedSamples):
     """Images of ``pixels`` x ``pixels`` and their classes.
 
     The inputs of a batch are the images (samples, channels, pixels, pixels), float32, and its targets are the classes (samples,).
-
-    Attributes:
-        channels: number of channels of an image.
-        classes: number of classes.
-        pixels: number of pixels of a side.
     """
 
     def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
@@ -96,7 +87,6 @@ class ImageArrays(Images):
         source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or (N,
             C, H, W) with 1, 3 or 4 channels, of any type. Labels (N,) are whole numbers from 0.
         pixels: number of pixels of a side, to which images are scaled; by default, they keep their size.
-        seed: seed of the split.
 
     Raises:
         ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.
@@ -127,12 +117,7 @@ class ImageArrays(Images):
 
 
 class Digits(ImageArrays):
-    """The 1797 handwritten digits of scikit-learn (UCI "Optical Recognition of Handwritten Digits"), 8 x 8, scaled.
-
-    Args:
-        pixels: number of pixels of a side.
-        seed: seed of the split.
-    """
+    """The 1797 handwritten digits of scikit-learn (UCI "Optical Recognition of Handwritten Digits"), 8 x 8, scaled."""
 
     def __init__(self, pixels: int = 32, *, seed: int = 0) -> None:
         from sklearn.datasets import load_digits
@@ -146,14 +131,6 @@ class ImageFolder(Images):
 
     The classes are the folders in sorted order. The images of a class are all files at any depth that have the suffix of an image
     and are not hidden. An image is scaled by its shorter side and cropped at both ends of its longer side.
-
-    Args:
-        folder: the folder.
-        pixels: number of pixels of a side.
-        seed: seed of the split.
-
-    Attributes:
-        class_names: names of the folders.
 
     Raises:
         ValueError: the folder is missing, or a class has no images. Later, from ``batch``: an image cannot be decoded. The message

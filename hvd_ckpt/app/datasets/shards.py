@@ -32,16 +32,15 @@ class Shards(Tokens):
     """Token ids of files, concatenated to one text without separators.
 
     A ``.npy`` file has an array (ids,) of integers. Any other file consists of little-endian numbers, whose type is in the header
-    of llm.c's files and in the ``.idx`` file beside Megatron's. Else it is ``token_type``, or uint16, as nanoGPT's ``prepare.py``
-    writes them, unless the numbers are those of a wider type. Files are memory-mapped, and read once to find ids that are not in
-    the vocabulary. A file in ``cache`` avoids this check while the paths, sizes and modification times of the files are unchanged.
+    of llm.c's files and in the ``.idx`` file beside Megatron's, and is else ``token_type``, such as uint16 for the files of
+    nanoGPT's ``prepare.py``. Files are memory-mapped, and read once to find ids that are not in the vocabulary. A file in the cache
+    folder avoids this check while the paths, sizes and modification times of the files are unchanged.
 
     Args:
         source: a file, or a folder whose ``.bin`` and ``.npy`` files at any depth are used, sorted by path.
         tokenizer: the JSON file of the ``tokenizers`` library with which the ids were made, for the vocabulary and special tokens.
         vocabulary: number of ids; by default that of the tokenizer.
         token_type: the type of the numbers in files other than ``.npy``, one of :data:`hvd_ckpt.utils.text.TOKEN_TYPES`.
-        cache: as in :class:`Tokens`.
 
     Attributes are those of :class:`Tokens`.
 
@@ -55,7 +54,6 @@ class Shards(Tokens):
         source: str | os.PathLike[str],
         tokenizer: str | os.PathLike[str] | None = None,
         vocabulary: int | None = None,
-        cache: str | os.PathLike[str] | None = None,
         token_type: str | None = None,
     ) -> None:
         known = None if tokenizer is None else read_tokenizer(Path(tokenizer))[0]
@@ -69,14 +67,11 @@ class Shards(Tokens):
             )
         self._number_special(known)
         files = find_text_files(source, SUFFIXES)
-        arrays, assumed = zip(*(_open(file, token_type, self.ordinary) for file in files))
-        checked = (cache_folder() if cache is None else Path(cache)) / (
-            key_of(files, f"{token_type} ids below {self.ordinary}") + ".checked"
-        )
+        arrays = [_open(file, token_type) for file in files]
+        key = key_of(files, f"{token_type} ids below {self.ordinary}")
+        checked = cache_folder() / f"{key}.checked"
         if not checked.is_file():
-            for file, array, is_assumed in zip(files, arrays, assumed):
-                if is_assumed:
-                    _check_width(file, array)
+            for file, array in zip(files, arrays):
                 _check(file, array, self.ordinary)
             try:
                 checked.parent.mkdir(parents=True, exist_ok=True)
@@ -107,20 +102,18 @@ class _Joined:
         return values
 
 
-def _open(file: Path, token_type: str | None, vocabulary: int) -> tuple[NDArray[Any], bool]:
-    """The ids of a file, and whether their type is assumed, since nothing states it."""
-    assumed = False
+def _open(file: Path, token_type: str | None) -> NDArray[Any]:
+    """The ids of a file."""
     try:
         if file.suffix.lower() != ".npy":
             stated, start = _stated_type(file)
-            kind = numpy.dtype(token_type or stated or "uint16").newbyteorder("<")
-            assumed = token_type is None and stated is None
+            if token_type is None and stated is None:
+                raise ValueError(
+                    "nothing states the type of its ids: give type=uint16, as nanoGPT writes them, or another one"
+                )
+            kind = numpy.dtype(token_type or stated).newbyteorder("<")
             if stated is not None and numpy.dtype(stated).itemsize != kind.itemsize:
                 raise ValueError(f"its ids are {stated}, not {token_type}: leave type out")
-            if assumed and vocabulary > 1 << 16:
-                raise ValueError(
-                    f"a vocabulary of {vocabulary} has ids that uint16, the usual type, cannot hold: give type=uint32"
-                )
             if (file.stat().st_size - start) % kind.itemsize:
                 raise ValueError(
                     f"its size is not a multiple of {kind.itemsize} bytes, which a {kind.name} id takes"
@@ -136,7 +129,7 @@ def _open(file: Path, token_type: str | None, vocabulary: int) -> tuple[NDArray[
     except Exception as error:  # NumPy raises nearly anything for a damaged file
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(str(error))
         raise ValueError(f"cannot use the token ids in '{file}': {reason}") from None
-    return array.view(numpy.ndarray), assumed
+    return array.view(numpy.ndarray)
 
 
 def _stated_type(file: Path) -> tuple[str | None, int]:
@@ -158,25 +151,6 @@ def _stated_type(file: Path) -> tuple[str | None, int]:
                 raise ValueError(f"'{index}' states a type of number {code}, which is not one of ids")
             return OF_INDEX[code], 0
     return None, 0
-
-
-def _check_width(file: Path, array: NDArray[Any]) -> None:
-    """Raises ValueError if ids that were read as uint16 seem to be halves of wider ones.
-
-    A half is zero in each id of a wider type below 65,536, whatever the order of bytes; and small in each id of a usual vocabulary.
-    """
-    highest = [0, 0]
-    for first in range(0, len(array) - 1, STRETCH):
-        some = array[first : first + STRETCH]
-        highest = [max(before, int(some[at::2].max(initial=0))) for at, before in enumerate(highest)]
-        if min(highest) > 255:
-            return
-    low, high = sorted(highest)
-    if len(array) > 1 and (low == 0 or (low < 256 <= high and len(array) >= 1024)):
-        raise ValueError(
-            f"cannot use the token ids in '{file}': read as uint16, every second one is {'0' if low == 0 else 'below 256'}, as in "
-            "files of uint32 or int64: give type=uint32, or type=uint16 if they are right"
-        )
 
 
 def _check(file: Path, array: NDArray[Any], vocabulary: int) -> None:

@@ -20,16 +20,27 @@ from hvd_ckpt.data.objectives import IGNORED, Batch
 
 
 class _Windows(ConsecutiveSamples):
-    def __init__(self, tokens: Tokens, length: int, seed: int, *, beyond: int = 0) -> None:
-        """Windows of ``length`` tokens and of the first ``beyond`` tokens of the next window."""
-        super().__init__(max(len(tokens) - beyond, 0) // length, seed)
+    """Windows of a text.
+
+    Args:
+        length: number of tokens in a sample.
+        seed: seed of what is drawn for a sample.
+
+    Raises:
+        ValueError: the text is shorter than two samples.
+    """
+
+    beyond = 0  # tokens of the next window that a sample has as well
+
+    def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
+        super().__init__(max(len(tokens) - self.beyond, 0) // length, seed)
         if len(self) < 2:
             raise ValueError(
                 f"the text has {len(tokens)} tokens, less than two samples of {length}: give more text or shorter samples"
             )
         self.tokens = tokens
         self.length = length
-        self._within = numpy.arange(length + beyond)
+        self._within = numpy.arange(length + self.beyond)
 
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
         """Tokens of samples (samples, length), numbers of their windows, and epochs."""
@@ -55,18 +66,9 @@ class CausalText(_Windows):
 
     The inputs of a batch are the tokens (samples, length). Its targets are the next tokens, of the same shape; IGNORED after the
     end of a document, if the text has documents.
-
-    Args:
-        tokens: the text.
-        length: number of tokens in a sample.
-        seed: unused, since nothing is drawn.
-
-    Raises:
-        ValueError: the text is shorter than two samples.
     """
 
-    def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
-        super().__init__(tokens, length, seed, beyond=1)
+    beyond = 1
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens = torch.from_numpy(self._take(indices, epoch)[0])
@@ -83,14 +85,6 @@ class MaskedText(_Windows):
     at least one. 80 % of them show the mask token, 10 % a random ordinary token and 10 % their own token. Targets (samples,
     length) are the tokens at these positions, and IGNORED at the others. The positions differ between epochs (Liu et al.,
     "RoBERTa", 2019).
-
-    Args:
-        tokens: the text.
-        length: number of tokens in a sample.
-        seed: seed of the masks.
-
-    Raises:
-        ValueError: the text is shorter than two samples.
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
@@ -127,17 +121,8 @@ class PermutedText(_Windows):
     from left to right. The blocks of the model share two float32 tensors:
 
     - ``perm_mask`` (samples, length, length) is 1 if the first position does not see the token at the second. A predicted token is
-    not
-      seen from its own position; the content stream of XLNet adds that itself.
+      not seen from its own position; the content stream of XLNet adds that itself.
     - ``target_mapping`` (samples, predicted, length) is 1 at the position of each predicted token.
-
-    Args:
-        tokens: the text.
-        length: number of tokens in a sample.
-        seed: seed of order and spans.
-
-    Raises:
-        ValueError: the text is shorter than two samples.
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:

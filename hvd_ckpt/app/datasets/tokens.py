@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -102,12 +100,7 @@ class Tokens:
                 kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
                 path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
                 if not path.is_file():
-                    _write(
-                        path,
-                        kind,
-                        self._encode(files, known, documents),
-                        sum(file.stat().st_size for file in files),
-                    )
+                    _write(path, kind, self._encode(files, known, documents))
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
             # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
@@ -123,42 +116,33 @@ class Tokens:
 
     def _number_special(self, known: Tokenizer | None) -> None:
         self.vocabulary = self.ordinary
-        self.mask, self.padding, self.start, self.separator = (
-            self._find_special(known, names) for names in SPECIAL.values()
-        )
-
-    def _find_special(self, known: Tokenizer | None, names: Sequence[str]) -> int:
-        if known is not None:
-            for name in names:
-                token: int | None = known.token_to_id(name)
-                if token is not None:
-                    return token
-        self.vocabulary += 1
-        return self.vocabulary - 1
+        numbers = []
+        for names in SPECIAL.values():
+            tokens = [] if known is None else [known.token_to_id(name) for name in names]
+            number = next((token for token in tokens if token is not None), None)
+            if number is None:
+                number = self.vocabulary
+                self.vocabulary += 1
+            numbers.append(number)
+        self.mask, self.padding, self.start, self.separator = numbers
 
     def _encode(
         self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
     ) -> Iterator[NDArray[Any]]:
         # A separator between two files, or after each document: never both.
+        separator = numpy.array([self.separator])
         for at, file in enumerate(files):
-            if documents is not None:
-                yield from self._encode_documents(_documents(file, documents), tokenizer)
+            if documents is None and at:
+                yield separator
+            if documents is None and tokenizer is None:
+                yield from _bytes(file)
                 continue
-            if at:
-                yield numpy.array([self.separator])
-            yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
-
-    def _encode_documents(
-        self, documents: Iterator[str], tokenizer: Tokenizer | None
-    ) -> Iterator[NDArray[Any]]:
-        while some := list(islice(documents, PIECES)):
-            for tokens in (
-                [numpy.frombuffer(document.encode(), dtype=numpy.uint8) for document in some]
-                if tokenizer is None
-                else _encode_pieces(some, tokenizer)
-            ):
-                if len(tokens):
-                    yield numpy.append(tokens.astype(numpy.uint32), numpy.uint32(self.separator))
+            texts = _pieces(file) if documents is None else _documents(file, documents)
+            while some := list(islice(texts, PIECES)):
+                for tokens in _encode_texts(some, tokenizer):
+                    yield tokens
+                    if documents is not None and len(tokens):
+                        yield separator
 
 
 def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
@@ -209,18 +193,9 @@ def key_of(files: Sequence[Path], encoder: str) -> str:
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
 
 
-def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]], size: int) -> None:
-    """Writes a file that gets its name when it is complete, so that several processes may write it at once.
-
-    Args:
-        size: bytes of the text.
-    """
+def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]]) -> None:
+    """Writes a file that gets its name when it is complete, so that several processes may write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if size // 4 > free:  # a token stands for several bytes
-        raise OSError(
-            errno.ENOSPC, f"{size >> 20} MiB of text, and {free >> 20} MiB are free", str(path.parent)
-        )
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
         try:
             for array in arrays:
@@ -274,15 +249,11 @@ def _bytes(file: Path) -> Iterator[NDArray[Any]]:
             yield numpy.frombuffer(piece, dtype=numpy.uint8)
 
 
-def _encode_text(file: Path, tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
-    pieces = _pieces(file)
-    while some := list(islice(pieces, PIECES)):
-        yield numpy.concatenate(_encode_pieces(some, tokenizer))
-
-
-def _encode_pieces(pieces: list[str], tokenizer: Tokenizer) -> list[NDArray[Any]]:
+def _encode_texts(texts: list[str], tokenizer: Tokenizer | None) -> list[NDArray[Any]]:
+    if tokenizer is None:
+        return [numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts]
     try:
-        encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
     return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encoded]

@@ -28,11 +28,7 @@ NOISE = 0.5  # standard deviation of the noise
 def open_volumes(
     source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0
 ) -> Ellipsoids | VolumeArrays:
-    """Opens an .npz file, scaled to ``pixels`` on each side; for None, synthetic ellipsoids.
-
-    Raises:
-        ValueError: the file is missing or invalid. The message is one sentence.
-    """
+    """Opens an .npz file, scaled to ``pixels`` on each side; for None, synthetic ellipsoids."""
     return Ellipsoids(pixels, seed=seed) if source is None else VolumeArrays(source, pixels, seed=seed)
 
 
@@ -44,11 +40,6 @@ class Ellipsoids(ConsecutiveSamples):
 
     The inputs of a batch are the volumes (samples, 1, pixels, pixels, pixels), float32. Its targets are the classes of the voxels
     (samples, pixels, pixels, pixels): 1 inside, 0 outside.
-
-    Args:
-        pixels: number of pixels of a side.
-        samples: number of samples.
-        seed: seed of all samples.
     """
 
     channels = 1
@@ -85,8 +76,7 @@ class Ellipsoids(ConsecutiveSamples):
         rotation = numpy.linalg.qr(random.standard_normal((3, 3)))[0]
         to_sphere = (rotation / axes).T.astype(numpy.float32)
         places = to_sphere @ (self._places - centre.astype(numpy.float32)[:, None])
-        inside: NDArray[numpy.bool_] = numpy.einsum("ij,ij->j", places, places) <= 1
-        return inside
+        return numpy.einsum("ij,ij->j", places, places) <= 1
 
 
 class VolumeArrays(StandardisedSamples):
@@ -98,7 +88,6 @@ class VolumeArrays(StandardisedSamples):
         source: an .npz file with ``volumes`` and ``labels``, or the two arrays, each (N, D, H, W). Labels are whole numbers from 0.
         pixels: number of pixels of a side, to which volumes and labels are scaled (labels to the nearest voxel). By default, they
             keep their size.
-        seed: seed of the split.
 
     Raises:
         ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.

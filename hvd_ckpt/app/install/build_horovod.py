@@ -181,14 +181,9 @@ def missing_prerequisites() -> list[str]:
     return missing_for_build(path, pip_command("build"))
 
 
-def _check_prerequisites() -> None:
-    missing = missing_prerequisites()
-    if missing:
-        raise BuildError("\n  ".join(["Horovod cannot be built here; what is missing:", *missing]))
-
-
 def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
-    _check_prerequisites()
+    if missing := missing_prerequisites():
+        raise BuildError("\n  ".join(["Horovod cannot be built here; what is missing:", *missing]))
     log = log_of(cache, target)
     log.parent.mkdir(exist_ok=True)
     log.write_text("")

@@ -27,11 +27,7 @@ OPERATIONS = ("NCCL", "HOST", "CPU")
 """NCCL; copies to the host and reductions there (for ranks that share a GPU); no operations on GPUs."""
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 NVCC_WHEELS = ("cu{major}", "cuda_nvcc")  # folders in site-packages/nvidia, since CUDA 13 and before
-TOOLKIT_WHEELS = (
-    "cuda_runtime",
-    "cuda_cccl",
-    "nvtx",
-)  # folders beside cuda_nvcc with the headers and libraries
+TOOLKIT_WHEELS = ("cuda_runtime", "cuda_cccl", "nvtx")  # folders beside cuda_nvcc: headers and libraries
 SECONDS = 60  # longest run of nvidia-smi and nvcc
 
 
@@ -56,7 +52,6 @@ def choose_gpu_operations(torch: str, cuda: str | None) -> GpuOperations:
     """Chooses the operations on GPUs of a build for this PyTorch.
 
     Args:
-        torch: version of PyTorch.
         cuda: version of CUDA that PyTorch was built for, or None.
 
     Raises:

@@ -111,9 +111,8 @@ def _tools(path: str, extra: str) -> str:
     return f"{', '.join(missing)}: not found ({extra})" if missing else ""
 
 
-WRAPPERS = re.compile(
-    r"error: (subprocess-exited-with-error|metadata-generation-failed)|ERROR: Failed"
-)  # pip's, of others' errors
+# Of pip, about the errors of others.
+WRAPPERS = re.compile(r"error: (subprocess-exited-with-error|metadata-generation-failed)|ERROR: Failed")
 ERRORS = re.compile(
     r"\berror: |fatal error|CMake Error|undefined reference|cannot find -l|No space left|^\w*(Error|Exception)\b|: Killed"
 )

@@ -69,6 +69,15 @@ inline CycleSleep cycle_sleep;
 
 """
 
+
+def _after(file: str, text: str, added: str) -> tuple[str, str, str]:
+    return file, text, text + added
+
+
+def _before(file: str, text: str, added: str) -> tuple[str, str, str]:
+    return file, text, added + text
+
+
 # (file, text, replacement), for these reasons:
 # - the headers of PyTorch need C++20, those of CUDA C++17;
 # - library paths must be relative;
@@ -106,10 +115,9 @@ PATCHES = (
     ),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
-    (
+    _after(
         "CMakeLists.txt",
         "    target_compile_definitions(gloo PRIVATE _GLIBCXX_USE_CXX11_ABI=1)\n",
-        "    target_compile_definitions(gloo PRIVATE _GLIBCXX_USE_CXX11_ABI=1)\n"
         "    set_target_properties(gloo PROPERTIES UNITY_BUILD ON)\n"
         '    set(apart "${PROJECT_SOURCE_DIR}/third_party/gloo/gloo")\n'
         '    set_source_files_properties("${apart}/allreduce.cc" "${apart}/reduce.cc" TARGET_DIRECTORY gloo\n'
@@ -143,17 +151,15 @@ PATCHES = (
         "self.server.finished_list.clear()",
         "self.server.finished_list[scope].clear()",
     ),
-    (
+    _before(
         "horovod/common/parameter_manager.cc",
         "// ParameterManager\nParameterManager::ParameterManager() :",
-        'extern "C" int horovod_restarts_with_fixed_parameters() { return 1; }\n\n'
-        "// ParameterManager\nParameterManager::ParameterManager() :",
+        'extern "C" int horovod_restarts_with_fixed_parameters() { return 1; }\n\n',
     ),
-    (
+    _after(
         "horovod/torch/cuda_util.cc",
         'cudalib = dlopen("libcuda.so", RTLD_LAZY);',
-        'cudalib = dlopen("libcuda.so", RTLD_LAZY);\n'
-        '  if (!cudalib)\n    cudalib = dlopen("libcuda.so.1", RTLD_LAZY);',
+        '\n  if (!cudalib)\n    cudalib = dlopen("libcuda.so.1", RTLD_LAZY);',
     ),
     (
         "horovod/torch/mpi_ops_v2.cc",
@@ -163,31 +169,26 @@ PATCHES = (
         '                           "Build it again with `hvd-ckpt build-horovod`.");\n#endif\n'
         "    return tensor.device().index();",
     ),
-    (
+    _before(
         "horovod/common/tensor_queue.h",
         "#include <iostream>\n",
-        "#include <chrono>\n#include <condition_variable>\n#include <iostream>\n",
+        "#include <chrono>\n#include <condition_variable>\n",
     ),
-    (
-        "horovod/common/tensor_queue.h",
-        "class TensorQueue {\npublic:",
-        _CYCLE_SLEEP + "class TensorQueue {\npublic:",
-    ),
+    _before("horovod/common/tensor_queue.h", "class TensorQueue {\npublic:", _CYCLE_SLEEP),
     (
         "horovod/common/tensor_queue.cc",
         "  message_queue_.push(std::move(message));\n  return",
         "  message_queue_.push(std::move(message));\n  cycle_sleep.End();\n  return",
     ),
-    (
+    _after(
         "horovod/common/tensor_queue.cc",
         "    message_queue_.push(std::move(messages[i]));\n  }\n",
-        "    message_queue_.push(std::move(messages[i]));\n  }\n  cycle_sleep.End();\n",
+        "  cycle_sleep.End();\n",
     ),
-    (
+    _after(
         "horovod/common/tensor_queue.h",
         "  void RemoveJoinTensor();\n",
-        "  void RemoveJoinTensor();\n\n"
-        "  bool Empty() const {\n"
+        "\n  bool Empty() const {\n"
         "    std::lock_guard<std::mutex> guard(mutex_);\n    return tensor_table_.empty();\n  }\n",
     ),
     (
@@ -206,48 +207,43 @@ PATCHES = (
         "      cycle_sleep.For(sleep_duration);\n"
         "    } else {\n      std::this_thread::sleep_for(sleep_duration);\n    }\n",
     ),
-    (
+    _after(
         "horovod/torch/handle_manager.h",
         "#include <atomic>\n",
-        "#include <atomic>\n#include <chrono>\n#include <condition_variable>\n",
+        "#include <chrono>\n#include <condition_variable>\n",
     ),
-    (
-        "horovod/torch/handle_manager.h",
-        "  std::mutex mutex_;\n",
-        "  std::mutex mutex_;\n  std::condition_variable marked_;\n",
+    _after(
+        "horovod/torch/handle_manager.h", "  std::mutex mutex_;\n", "  std::condition_variable marked_;\n"
     ),
-    (
+    _after(
         "horovod/torch/handle_manager.h",
         "  bool PollHandle(int handle);\n",
-        "  bool PollHandle(int handle);\n"
         "  void WaitFor(int handle, double seconds) {\n"
         "    std::unique_lock<std::mutex> lock(mutex_);\n"
         "    marked_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {\n"
         "      auto result = results_.find(handle);\n"
         "      return result == results_.end() || result->second;\n    });\n  }\n",
     ),
-    (
+    _after(
         "horovod/torch/handle_manager.cc",
         "  results_[handle] = std::make_shared<Status>(status);\n",
-        "  results_[handle] = std::make_shared<Status>(status);\n  marked_.notify_all();\n",
+        "  marked_.notify_all();\n",
     ),
-    (
+    _after(
         "horovod/torch/mpi_ops_v2.cc",
         '  m.def("horovod_torch_poll", &PollHandle);\n',
-        '  m.def("horovod_torch_poll", &PollHandle);\n'
         '  m.def("horovod_torch_wait_for", [](int handle, double seconds) {\n'
         "    py::gil_scoped_release release_python_gil;\n"
         "    handle_manager.WaitFor(handle, seconds);\n  });\n",
     ),
-    (
+    _before(
         "third_party/gloo/gloo/alltoallv.cc",
         "  // Local copy.\n",
         "  for (int i = 1; i < worldSize; i++) {\n"
         "    int recvRank = (myRank + worldSize - i) % worldSize;\n"
         "    out->recv(\n"
         "        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);\n"
-        "  }\n\n"
-        "  // Local copy.\n",
+        "  }\n\n",
     ),
     (
         "third_party/gloo/gloo/alltoallv.cc",
@@ -273,10 +269,10 @@ PATCHES = (
         "    try:\n        _run(args)\n    except RuntimeError as error:\n"
         "        sys.exit('horovodrun: ' + ' '.join(str(error).split()))\n\n",
     ),
-    ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
+    _after("horovod/common/group_table.h", "#include <queue>", "\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
     (_FLATBUFFERS, "const size_type count_;", "size_type count_;"),
-    (_FLATBUFFERS, "    count_ = other.count_;\n", "    count_ = other.count_;\n    return *this;\n"),
+    _after(_FLATBUFFERS, "    count_ = other.count_;\n", "    return *this;\n"),
 )
 
 
@@ -400,9 +396,11 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
     launcher = shutil.which("mpiexec", path=path)
     if launcher is not None:
         (tools / "mpiexec").symlink_to(launcher)  # CMake looks for the wrappers beside it
-    environment.update(
-        FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs())
-    )
+    # A compiler for each CPU of this process, with 3 GiB of memory each.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    jobs = max(1, min(cpus, memory // (3 * 2**30)))
+    environment.update(FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(jobs))
     if target.gpu.home is not None:
         cuda = str(arrange_toolkit(Path(target.gpu.home), folder / "cuda"))
         # Empty and set: the patched FindPytorch takes a CUDA PyTorch for one only if the variable is there.
@@ -422,10 +420,3 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
             HOROVOD_NCCL_LINK="SHARED",
         )
     return environment
-
-
-def parallel_jobs() -> int:
-    """Number of compilers to run at once: one for each CPU of this process, with 3 GiB of memory each."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cpus, memory // (3 * 2**30)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.lightning_ending import Ending
 from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
-from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, local_replicas, take_own_batches
+from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
@@ -52,8 +52,6 @@ class HorovodStrategy(ParallelStrategy):
         budget: memory budget of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
             Needs automatic optimization.
         shard: the states that are split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
-        replicas: a number of logical replicas, whose weights have the same bits on 1, 2, 4, ... ranks. ``batch_size`` is that of a
-            replica, the steps of an epoch are full ones, and each rank evaluates on all data. Needs automatic optimization.
         options: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
 
     Raises:
@@ -70,22 +68,19 @@ class HorovodStrategy(ParallelStrategy):
         self,
         budget: int | float | str | None = None,
         shard: hc.Shard | str | int = "none",
-        replicas: int | None = None,
         **options: Any,
     ) -> None:
+        check({"HorovodStrategy": True, "replicas": options.get("replicas"), "model": True})
         hc.init()
         super().__init__(cluster_environment=LightningEnvironment())  # asked for nothing
         self._launcher = Ending()
         # Lightning decorates functions with either of the two, and each has a rank of its own.
         rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
-        self._budget, self._replicas = budget, replicas
-        self._options = {"shard": shard, "replicas": replicas, **options}
-        self._step: Iterator[Any] | None = None  # replicas of the present step
-        self._replica: Any = None
+        self._budget = budget
+        self._options = {"shard": shard, **options}
         self._accumulates = False  # more backward passes follow before the step
         self._asks = True  # code of the user's runs between a backward pass and the step
         self._weights_only: bool | None = None  # of the checkpoint that was loaded
-        self._trial = ""  # of the tuner: "runs", or "over", when the state of before is there again
         self._random: Any = None  # random state to resume with
 
     # -------------------------------------------------------------------------------- processes and messages
@@ -108,21 +103,20 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """With replicas a rank takes its batches from all of them; see :func:`take_own_batches`."""
-        alone = self._replicas is not None
-        return {"num_replicas": 1 if alone else hc.size(), "rank": 0 if alone else hc.rank()}
+        return {"num_replicas": hc.size(), "rank": hc.rank()}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor's mean (or sum, max, min) over the ranks; anything else as it is. Collective."""
         self._launcher.check("reduce()")
-        check_group(group)
+        check({"HorovodStrategy": True, "sync_dist_group": group})
         name = str(reduce_op).rpartition(".")[2].lower()
         if name not in OPERATIONS:
             raise ValueError(f"reduce_op={reduce_op!r} is not one of {', '.join(OPERATIONS)}")
         if not isinstance(tensor, torch.Tensor):
             return tensor
         averages = OPERATIONS[name] == hc.Average and not tensor.is_floating_point()
-        return hc.allreduce(tensor.float() if averages else tensor, op=OPERATIONS[name])
+        value = tensor.float() if averages else tensor
+        return hc.allreduce(value, op=OPERATIONS[name], name="hvd_ckpt.lightning.reduce")
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have come here."""
@@ -137,11 +131,16 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """All ranks' tensors, of one shape, in a new first dimension. Collective."""
         self._launcher.check("all_gather()")
-        check_group(group)
+        check({"HorovodStrategy": True, "sync_dist_group": group})
         row = (tensor if sync_grads else tensor.detach())[None]
-        gathered: torch.Tensor = hc.allgather(row)
-        if row.requires_grad:  # Horovod averages the gradients that the ranks have of this rank's part
-            gathered.register_hook(lambda gradient: gradient.contiguous() * hc.size())
+        gathered: torch.Tensor = hc.allgather(row.detach(), name="hvd_ckpt.lightning.all_gather")
+        if row.requires_grad:
+            gathered = torch.cat((gathered[: hc.rank()], row, gathered[hc.rank() + 1 :]))
+            gathered.register_hook(
+                lambda gradient: hc.allreduce(
+                    gradient.contiguous(), op=hc.Sum, name="hvd_ckpt.lightning.gradient"
+                )
+            )
         return gathered if hc.size() > 1 else gathered[0]
 
     # -------------------------------------------------------------------------------- before training
@@ -195,23 +194,11 @@ class HorovodStrategy(ParallelStrategy):
         if not trainer.training:
             return model
         whole = TrainingStep(model)
-        self._check(trainer)
+        manual = not self.lightning_module.automatic_optimization
+        check({"budget": self._budget, "manual optimization": manual})
         if self._budget is not None:
             self._plan(trainer, whole)
         return whole
-
-    def _check(self, trainer: Trainer) -> None:
-        """Raises ValueError for a setting that cannot be used with another one."""
-        number = trainer.accumulate_grad_batches
-        check({
-            "budget": self._budget,
-            "replicas": self._replicas,
-            "manual optimization": not self.lightning_module.automatic_optimization,
-            "accumulate_grad_batches": None if number == 1 else number,
-            "model": True,
-        })  # fmt: skip
-        if self._replicas is not None:
-            trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())
 
     def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -232,7 +219,13 @@ class HorovodStrategy(ParallelStrategy):
         try:
             mixed = plugin.precision if isinstance(plugin, MixedPrecision) else ""
             autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mixed)
-            plan = hc.plan(whole, *given, loss=loss_of, budget=self._budget, autocast=autocast)
+            plan = hc.plan(
+                whole,
+                *given,
+                loss=lambda output: output["loss"] if isinstance(output, Mapping) else output,
+                budget=self._budget,
+                autocast=autocast,
+            )
         finally:
             del module.log
             whole.function = None
@@ -256,8 +249,6 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training or not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
-        if self._replicas is not None:
-            take_own_batches(dataloader, self._replicas)
         if hasattr(dataloader, "state_dict"):
             return dataloader
         if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
@@ -270,34 +261,16 @@ class HorovodStrategy(ParallelStrategy):
         # Else Lightning leaves out schedules on a plateau at the end of an epoch that was resumed in its middle.
         self.lightning_module.trainer.fit_loop._restarting = False
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._replicas is not None:
-            # The context of a replica spans a forward and a backward pass, which Lightning calls apart: backward() leaves it.
-            self._step = self._step or self.optimizers[0].local_replicas()
-            self._replica = next(self._step)
-            self._replica.__enter__()
-        return super().training_step(*args, **kwargs)
-
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A backward pass, after whose last one before a step hooks and the user's code see the gradients of all ranks."""
         module, plugin = self.lightning_module, self.precision_plugin
-        # Lightning has divided by the number of this rank's replicas, a power of two.
-        local = 1 if self._replicas is None else local_replicas(self._replicas, hc.size())
-        loss = plugin.pre_backward(closure_loss * local if local > 1 else closure_loss, module)
+        loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if self._replica is not None:
-            self._replica.__exit__(None, None, None)
-            self._replica = None
         if not self._accumulates:
             self._reduce()
-        loss = plugin.post_backward(loss, module)
-        return loss / local if local > 1 else loss
+        return plugin.post_backward(loss, module)
 
     def _reduce(self) -> None:
-        if self._step is not None:
-            # Runs what the generator does behind its last replica.
-            next(self._step, None)
-            self._step = None
         for optimizer in self.optimizers:
             # While one is toggled, the parameters of the others are frozen.
             if any(parameter.requires_grad for parameter in parameters_of(optimizer)):
@@ -338,16 +311,10 @@ class HorovodStrategy(ParallelStrategy):
         if clipped := [parameter for parameter in clipped if parameter.grad is not None]:
             torch.nn.utils.clip_grad_value_(clipped, clip_val)
 
-    def on_validation_start(self) -> None:
-        for optimizer in self.optimizers:
-            if optimizer.replicas is not None:
-                optimizer.replicas.average_buffers()
-
     # -------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._launcher.check("A checkpoint")
-        self.on_validation_start()
         for optimizer in self.optimizers:
             if optimizer.shard_stage == 3:
                 return optimizer.full_model_state_dict(self.lightning_module) or {}
@@ -357,68 +324,36 @@ class HorovodStrategy(ParallelStrategy):
         return getattr(optimizer, "optimizer", optimizer).full_state_dict() or {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if Path(filepath).name.startswith(TRIAL):
-            self._trial = "runs"
+        check({"HorovodStrategy": True, "lr_find()": Path(filepath).name.startswith(TRIAL)})
         if "optimizer_states" in checkpoint:
             # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
             checkpoint[STATE] = states_of_ranks(self.lightning_module, self.optimizers)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint, with the number of replicas' batches that this rank would have had in as many steps."""
         self._weights_only = weights_only
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._replicas is not None and STATE in checkpoint and "loops" in checkpoint:
-            before = local_replicas(self._replicas, len(checkpoint[STATE]["ranks"]))
-            now = local_replicas(self._replicas, hc.size())
-            loop = checkpoint["loops"]["fit_loop"]
-            batches = loop["epoch_loop.batch_progress"]
-            for counts in (batches["total"], batches["current"]):
-                counts.update({name: count * now // before for name, count in counts.items()})
-            for loader in loop["state_dict"].get("combined_loader", ()):  # none before training
-                loader["batches"] = loader["batches"] * now // before
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with ExitStack() as whole:
-            for optimizer in self.optimizers if self._trial == "runs" else ():
-                whole.enter_context(optimizer.gathered_parameters())
-            super().load_model_state_dict(checkpoint, strict)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._trial == "runs":
-            self._trial = "over"
         super().load_optimizer_state_dict(checkpoint)
         state, objects = checkpoint.get(STATE), self._weights_only is False
         self._random = load_states(state, self.lightning_module, self.optimizers, objects)
 
     def on_train_start(self) -> None:
-        if self._trial == "over":
-            self._trial = ""
         if self._random is not None:
             # As late as this: until here, Lightning may draw numbers for its loaders and checks.
             set_random_state(self._random)
             self._random = None
 
-    def teardown(self) -> None:
-        if self._trial == "over":  # without training after it
-            self._trial = ""
-            self.on_train_end()
-        super().teardown()
-        self._launcher.restore()
-
     def on_train_end(self) -> None:
-        if self._trial:
-            return
-        if self._replicas is not None:
-            self.lightning_module.trainer.accumulate_grad_batches = 1  # as it was
         for optimizer in self.optimizers:
             if optimizer.shard_stage == 3 and not optimizer.is_offloaded:
                 optimizer.unshard()
 
 
 class SaveOnSignal(Stopping, Callback):
-    """Saves a checkpoint and exits when a rank gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or the folder has a file ``stop``.
+    """Saves a checkpoint and exits, on all ranks after the same step, when one gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or
+    the folder has a file ``stop``. The exit status is 128 + the number of the signal, 0 after the file.
 
     ::
 
@@ -426,16 +361,9 @@ class SaveOnSignal(Stopping, Callback):
         trainer = Trainer(strategy=HorovodStrategy(), callbacks=[stop])
         trainer.fit(module, data, ckpt_path=stop.ckpt_path)
 
-    All ranks stop after the same step. The exit status is 128 + the number of the signal, 0 after the file. A second Ctrl-C
-    interrupts at once.
-
     Args:
         folder: where ``stopped.ckpt`` is written. A training that ends by itself removes it.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        super().__init__()
-        self._folder = Path(folder)
 
     @property
     def ckpt_path(self) -> Path | None:
@@ -448,7 +376,7 @@ class SaveOnSignal(Stopping, Callback):
         handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
         if len(handlers) == 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.begin(self._folder)
+        self.begin()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.is_asked(trainer.strategy.optimizers):
@@ -477,17 +405,6 @@ class TrainingStep(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training step."""
         return (self.function or self.module)(*args, **kwargs)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a training step has returned."""
-    loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss
-
-
-def check_group(group: Any) -> None:
-    """Raises ValueError for a group of ranks that is not all of them."""
-    check({"HorovodStrategy": True, "sync_dist_group": group})
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

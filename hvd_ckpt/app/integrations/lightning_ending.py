@@ -2,8 +2,8 @@
 
 Lightning gives an error to callbacks before anybody sees it. What they do with other ranks, such as gathering the state of a
 checkpoint, would wait for ranks that are in another collective, which wait for this one. So nothing is collective any more once an
-error has left the loops: checkpoints are left out, and the error passes on. It ends the process, and Horovod then ends the waits
-of the other ranks.
+error has left the loops: it raises, and the error passes on. It ends the process, and Horovod then ends the waits of the other
+ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
@@ -35,12 +33,11 @@ class Ending(_Launcher):
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._trainer: Trainer | None = None
-        self._callbacks: list[Any] = []
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; ``trainer`` is the Trainer."""
-        self._trainer, self.error = kwargs.pop("trainer", None), None
+        """Calls the function."""
+        kwargs.pop("trainer", None)
+        self.error = None
         try:
             return function(*args, **kwargs)
         except _TunerExitException:
@@ -49,7 +46,10 @@ class Ending(_Launcher):
             if isinstance(error, SIGTERMException):
                 error.code = TERMINATED  # else Python's would be 0
             if hc.size() > 1:
-                self._end(error)
+                self.error = error
+                if not isinstance(error, (Exception, Stopped)):  # Lightning ends the process without a word
+                    text = f"rank {hc.rank()} on host {host_name()}: ended by {type(error).__name__}"
+                    print(text, file=sys.stderr, flush=True)
             raise
 
     def kill(self, signum: Any) -> None:
@@ -62,30 +62,3 @@ class Ending(_Launcher):
                 f"{what} needs all ranks, and this one's training has ended with {type(self.error).__name__}: do it before, or on "
                 "each rank by itself"
             )
-
-    def restore(self) -> None:
-        """Gives the Trainer the callbacks back that were not called."""
-        if self._trainer is not None and self._callbacks:
-            self._trainer.callbacks = self._callbacks
-            self._callbacks = []
-
-    def _end(self, error: BaseException) -> None:
-        self.error = error
-        if isinstance(error, Stopped):
-            return
-        if not isinstance(error, Exception):  # Lightning ends the process without a word
-            _say(f"ended by {type(error).__name__}")
-        callbacks = [] if self._trainer is None else self._trainer.callbacks
-        others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-        for callback in callbacks:
-            if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
-                _say(
-                    f"{type(callback).__name__} saves no checkpoint of this {type(error).__name__}, since other ranks may not "
-                    "take part; save at intervals by ModelCheckpoint(every_n_train_steps=...)"
-                )
-        if self._trainer is not None and len(others) < len(callbacks):
-            self._callbacks, self._trainer.callbacks = callbacks, others
-
-
-def _say(text: str) -> None:
-    print(f"rank {hc.rank()} on host {host_name()}: {text}", file=sys.stderr, flush=True)

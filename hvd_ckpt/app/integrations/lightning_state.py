@@ -17,18 +17,19 @@ from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 def states_of_ranks(module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
     """What a checkpoint has of all ranks: their random state, state of modules and metrics, and order of reduction. Collective."""
+    metrics = [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
     state = {
         "random": random_state(),
         "module": own_state(module),
-        "metrics": _metrics(module),
+        # What metrics have counted on this rank, which no state_dict() has.
+        "metrics": {name: (metric.update_count, metric.metric_state) for name, metric in metrics},
         "reduction": [optimizer.reduction_state_dict() for optimizer in optimizers],
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
     # As bytes, since unsigned integers of random states cannot be pickled.
     stored = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    replicas = [optimizer.replicas and optimizer.replicas.state_dict() for optimizer in optimizers]
-    return {"ranks": hc.allgather_object(stored), "replicas": replicas}
+    return {"ranks": hc.allgather_object(stored)}
 
 
 def load_states(
@@ -39,12 +40,7 @@ def load_states(
     Args:
         objects: whether extra states of modules may contain objects, which are unpickled.
     """
-    if state is None:
-        return None
-    for optimizer, replicas in zip(optimizers, state["replicas"]):
-        if replicas is not None and optimizer.replicas is not None:
-            optimizer.replicas.load_state_dict(replicas)
-    if len(state["ranks"]) != hc.size():
+    if state is None or len(state["ranks"]) != hc.size():
         return None  # each rank draws new random numbers
     stored = io.BytesIO(state["ranks"][hc.rank()].numpy().tobytes())
     of_rank = torch.load(stored, weights_only=not objects)
@@ -56,9 +52,3 @@ def load_states(
             metric._update_count, values = of_rank["metrics"][name]
             vars(metric).update(values)
     return of_rank["random"]
-
-
-def _metrics(module: nn.Module) -> dict[str, Any]:
-    """What metrics have counted on this rank, which no ``state_dict()`` has."""
-    metrics = [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
-    return {name: (metric.update_count, metric.metric_state) for name, metric in metrics}

@@ -1,10 +1,9 @@
-"""Loaders of ``torch.utils.data`` whose position is saved, and that give a rank the batches of its logical replicas."""
+"""Loaders of ``torch.utils.data`` whose position is saved."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -49,9 +48,8 @@ class SeededLoader:
             self._place = (epoch, self._place[1] + 1)
         self._ended = False
         if self._order is not None:
-            torch.empty((), dtype=torch.int64).random_(
-                generator=self._order
-            )  # as PyTorch does for its workers
+            # As PyTorch does for its workers.
+            torch.empty((), dtype=torch.int64).random_(generator=self._order)
         key = f"{self._seed} {self._place} {hc.rank()}"
         # Hashed, since PyTorch adds the number of a worker: ranks and epochs must not be neighbours.
         digest = hashlib.sha256(key.encode()).digest()
@@ -119,35 +117,3 @@ class ResumableLoader(SeededLoader):
         if self._order is not None and state["order"] is not None:
             self._order.set_state(state["order"])
             self._drawn = state["order"]
-
-
-def local_replicas(replicas: int, ranks: int) -> int:
-    """The number of logical replicas that a rank has."""
-    return max(replicas // ranks, 1)
-
-
-class OwnBatches:
-    """A rank's batches: in each step the next ``replicas`` batches of the order are those of the replicas.
-
-    A last step that is not full is left out.
-    """
-
-    def __init__(self, batches: Any, replicas: int) -> None:
-        self._batches, self._replicas = batches, replicas
-        local = local_replicas(replicas, hc.size())
-        self._own = range(hc.rank() * local, (hc.rank() + 1) * local)
-
-    def __len__(self) -> int:
-        return len(self._batches) // self._replicas * len(self._own)
-
-    def __iter__(self) -> Iterator[Any]:
-        steps = len(self._batches) // self._replicas
-        for number, batch in enumerate(islice(self._batches, steps * self._replicas)):
-            if number % self._replicas in self._own:
-                yield batch
-
-
-def take_own_batches(loader: DataLoader[Any], replicas: int) -> None:
-    """Has a loader give this rank the batches of its logical replicas, one after the other."""
-    # A loader refuses this attribute to be set after its construction.
-    vars(loader)["batch_sampler"] = OwnBatches(loader.batch_sampler, replicas)

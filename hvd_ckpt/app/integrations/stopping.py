@@ -1,8 +1,4 @@
-"""A request to one rank of a trainer, by a signal or a file ``stop``, of which all ranks learn after the same step.
-
-The flag travels with the gradients, as in the training command. All ranks then save one checkpoint and exit, with the status that
-the command has: 128 + the number of the signal, or 0 for the file.
-"""
+"""A request to one rank of a trainer to stop, of which all ranks learn after the same step."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_ckpt as hc
+from hvd_ckpt.processes.stopping import StopRequest, status_of
 from hvd_ckpt.reduction.agreement import of_all_processes
-from hvd_ckpt.snapshots.stopping import StopRequest, status_of
 
 
 class Stopped(SystemExit):
@@ -21,17 +17,20 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """What the callbacks of both trainers share."""
+    """What the callbacks of both trainers share. The flag travels with the gradients, as in the training command. A second Ctrl-C
+    interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self._folder = Path(folder)
         self._request: StopRequest | None = None
         self._reason: str | None = None
 
-    def begin(self, folder: Path) -> None:
+    def begin(self) -> None:
         """Watches for requests, from now on."""
         self.end()
         self._reason = None
-        self._request = StopRequest(folder if hc.rank() == 0 else None)
+        self._request = StopRequest(self._folder if hc.rank() == 0 else None)
         self._request.__enter__()
 
     def end(self) -> None:

@@ -42,39 +42,16 @@ _prepare_backend = PartialState._prepare_backend
 PartialState._prepare_backend = _backend
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-OF_LOOP = (
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_epoch_end",
-)  # events that the Trainer's loop alone has
+OF_LOOP = (  # events that the Trainer's loop alone has
+    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end",
+    "on_step_end", "on_epoch_end",
+)  # fmt: skip
 IN_LOOP = ("on_log", "on_evaluate", "on_save")  # events that a program may have on one rank, too
-OF_A_RANK = (
-    "output_dir",
-    "run_name",
-    "project",
-    "trackio_",
-    "report_to",
-    "disable_tqdm",
-    "log_",
-    "hub_",
-    "push_to_hub",
-    "seed",
-    "data_seed",
-    "dataloader_",
-    "use_cpu",
-    "local_rank",
-    "ddp_",
-    "do_",
-    "debug",
-    "skip_memory_metrics",
-    "resume_from_checkpoint",
+OF_A_RANK = (  # settings that may differ between ranks begin with one of these
+    "output_dir", "run_name", "project", "trackio_", "report_to", "disable_tqdm", "log_", "hub_", "push_to_hub", "seed",
+    "data_seed", "dataloader_", "use_cpu", "local_rank", "ddp_", "do_", "debug", "skip_memory_metrics", "resume_from_checkpoint",
     "eval_accumulation_steps",
-)  # settings that may differ between ranks begin with one of these
+)  # fmt: skip
 
 
 class _Callbacks(CallbackHandler):
@@ -345,7 +322,8 @@ class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore
 
 
 class SaveOnSignal(Stopping, transformers.TrainerCallback):
-    """Saves a checkpoint and exits when a rank gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or the folder has a file ``stop``.
+    """Saves a checkpoint and exits, on all ranks after the same step, when one gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or
+    the folder has a file ``stop``. The exit status is 128 + the number of the signal, 0 after the file.
 
     ::
 
@@ -353,16 +331,9 @@ class SaveOnSignal(Stopping, transformers.TrainerCallback):
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[stop])
         trainer.train(resume_from_checkpoint=stop.checkpoint)
 
-    All ranks stop after the same step. The exit status is 128 + the number of the signal, 0 after the file. A second Ctrl-C
-    interrupts at once.
-
     Args:
         folder: ``output_dir`` of the training arguments.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        super().__init__()
-        self._folder = Path(folder)
 
     @property
     def checkpoint(self) -> str | None:
@@ -371,7 +342,7 @@ class SaveOnSignal(Stopping, transformers.TrainerCallback):
         return of_first_process(found, "SaveOnSignal")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begin(self._folder)
+        self.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if self.is_asked([getattr(optimizer, "optimizer", optimizer)]):

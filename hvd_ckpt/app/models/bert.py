@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, PreTrainedModel, RobertaForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
-from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.app.models.options import Attention, Interval, Probability, Size, check_heads, validated
 from hvd_ckpt.parallel.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
@@ -27,8 +27,7 @@ class EmbeddingsBlock(nn.Module):
         self.embeddings = embeddings
 
     def forward(self, tokens: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        hidden: Tensor = self.embeddings(tokens, token_type_ids=token_type_ids)
-        return hidden
+        return self.embeddings(tokens, token_type_ids=token_type_ids)
 
 
 class EncoderBlock(LayerBlock):
@@ -66,18 +65,19 @@ class BertChain(WrappedChain):
         return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
 
 
+@validated
 def _masked_model(
     kind: type[PreTrainedModel],
     *,
-    vocabulary: int,
-    length: int = 128,
-    width: int = 128,
-    heads: int = 4,
-    layers: int = 4,
-    dropout: float = 0.1,
+    vocabulary: Size,
+    length: Size = 128,
+    width: Size = 128,
+    heads: Size = 4,
+    layers: Size = 4,
+    dropout: Probability = 0.1,
     padding: int = 0,
-    attention: str = "sdpa",
-    checkpoint_interval: int = 0,
+    attention: Attention = "sdpa",
+    checkpoint_interval: Interval = 0,
 ) -> BertChain:
     """A randomly initialized model, small by default. The base models have ``length=512, width=768, heads=12, layers=12``.
 
@@ -96,7 +96,7 @@ def _masked_model(
     Raises:
         ValueError: the sizes are invalid for a transformer.
     """
-    check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
+    check_heads(width, heads)
     special: dict[str, Any] = {"max_position_embeddings": length}
     if kind is RobertaForMaskedLM:
         # Positions start at ``padding + 1``, and padding tokens have the position ``padding``.

@@ -1,8 +1,8 @@
 """Catalog of the models that the commands know by name, with their published sizes.
 
-An entry has the kind of data of a model and its builder. Arguments that follow from the data (vocabulary, length, channels,
-classes) are filled in. All other keyword arguments of the builder are options of the model. A folder of a Hugging Face model is
-also an entry. The module of a model is imported when its builder is needed, so listing names is fast and does not need
+An entry has the kind of data of a model and its builder. Keyword arguments of the builder are options of the model. Those that
+follow from the data (vocabulary, length, channels, classes) are filled in unless they are given. A folder of a Hugging Face model
+is also an entry. The module of a model is imported when its builder is needed, so listing names is fast and does not need
 ``transformers``.
 """
 
@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from hvd_ckpt.utils.named import import_named, is_named
+from hvd_ckpt.utils.schema import first_error
 from hvd_ckpt.utils.text import nearest, unknown
 
 if TYPE_CHECKING:
@@ -34,14 +38,12 @@ class Entry:
     """Entry of a model in the catalog.
 
     Attributes:
-        name: name of the model for :func:`find`.
         kind: one of :data:`KINDS`.
-        function: its builder as ``module.function`` of :mod:`hvd_ckpt.app.models`. The keyword-only arguments of the builder are
-            facts of the data and options.
-        arguments: positional arguments of the builder.
+        function: its builder as ``module.function`` of :mod:`hvd_ckpt.app.models`, or as ``module:function`` of any module. Its
+            arguments are facts of the data and options.
+        arguments: its first arguments.
         preset: options of this size of the model.
         data: default size of its batches: ``length`` in tokens, or ``pixels`` of a side.
-        folder: the folder of a Hugging Face model, or None.
     """
 
     name: str
@@ -55,76 +57,72 @@ class Entry:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the options that a user may give."""
-        return tuple(name for name in self._parameters() if name not in FACTS)
+        return tuple(self._parameters())
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Checks that this model has all given options.
-
-        Raises:
-            ValueError: an option is unknown; the message has the most similar known name.
-        """
+        """Raises ValueError for an option that this model has not; the message has the most similar one."""
+        parameters = self._parameters()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
         for name in options:
-            if name not in self.options:
-                raise ValueError(unknown(f"option of {self.name}", name, self.options))
+            if name not in parameters:
+                raise ValueError(unknown(f"option of {self.name}", name, parameters))
 
     def build(self, facts: Mapping[str, int], options: Mapping[str, Any] | None = None) -> nn.Module:
         """Builds the model in training mode, with weights from torch's global random state or from its folder.
 
+        A function of one's own may return ``(model, sample, loss)``, as for ``hvd-ckpt plan``.
+
         Args:
             facts: facts of the data, some of :data:`FACTS`. Those that the builder does not take are ignored.
-            options: options, which override those of :attr:`preset`.
+            options: options, which override facts and :attr:`preset`.
 
         Raises:
-            ValueError: an option is unknown or has an invalid value, or the folder cannot be used. The message is one line.
+            ValueError: an option is unknown or has an invalid value, the folder cannot be used, or a function returns something
+                else. The message is one line.
         """
+        from torch import nn
+
         options = options or {}
         self.check_options(options)
         parameters = self._parameters()
-        for name, value in options.items():
-            _check_type(name, value, parameters[name].default)
         taken = {name: value for name, value in facts.items() if name in parameters}
         try:
-            model = self._builder()(*self.arguments, **taken, **{**self.preset, **options})
+            made = self._builder()(*self.arguments, **{**taken, **self.preset, **options})
+        except ValidationError as error:
+            raise ValueError(first_error(error)) from None
         except OSError as error:
             raise ValueError(str(error)) from None
+        model = made[0] if isinstance(made, tuple) and made else made
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{self.name} returned {type(made).__name__}, and must return an nn.Module")
         return model.train()
 
-    def _builder(self) -> Callable[..., nn.Module]:
+    def _builder(self) -> Callable[..., Any]:
+        if is_named(self.function):
+            return import_named("model", self.function)
         module, _, function = self.function.partition(".")
-        builder: Callable[..., nn.Module] = getattr(import_module(f"hvd_ckpt.app.models.{module}"), function)
-        return builder
+        return getattr(import_module(f"hvd_ckpt.app.models.{module}"), function)
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
+        """Parameters of the builder, without those that :attr:`arguments` are for."""
         parameters = inspect.signature(self._builder()).parameters
-        return {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        }
+        return dict(list(parameters.items())[len(self.arguments) :])
 
 
-_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a text"),
-}
+def find(name: str, kind: str = "") -> Entry:
+    """The entry of a name, of a folder of a Hugging Face model, or of a function ``module:function``.
 
-
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raises ValueError unless an option has the type of its default."""
-    # The default tells the type. So each keyword-only argument of a builder that is no fact needs one, and not None.
-    types, wanted = _TYPES[type(default)]
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
-
-
-def find(name: str) -> Entry:
-    """The entry of a name, or of a folder of a Hugging Face model.
+    Args:
+        kind: the kind of data of a function's model.
 
     Raises:
-        ValueError: no model has the name (the message has the most similar name), or the folder has no such model.
+        ValueError: no model has the name (the message has the most similar name), the folder has no such model, or there is no such
+            function.
     """
+    if is_named(name):
+        import_named("model", name)
+        return Entry(name, kind, name)
     entry = _entries().get(name)
     if entry is not None:
         return entry
@@ -151,28 +149,15 @@ def overview() -> str:
     return "; ".join(family + ", ".join(sizes) for family, sizes in families.items())
 
 
-class Limits(NamedTuple):
-    """Limits of the input of a model from a folder, whose sizes do not follow from the data.
-
-    Attributes:
-        vocabulary: number that tokens must be below.
-        length: the longest sequence, in tokens; None for any length.
-    """
-
-    vocabulary: int
-    length: int | None
-
-
-def limits(model: nn.Module) -> Limits:
-    """The limits of a model that was built from a folder."""
+def limits(model: nn.Module) -> tuple[int, int | None]:
+    """Of a model from a folder: the number that tokens must be below, and the longest sequence in tokens, or None."""
     chain: Any = model
     config = chain.transformers_model.config
     if config.model_type == "xlnet":  # positions are relative
-        return Limits(config.vocab_size, None)
-    length = config.max_position_embeddings
-    if config.model_type == "roberta":  # positions start after that of the padding token
-        length -= config.pad_token_id + 1
-    return Limits(config.vocab_size, length)
+        return config.vocab_size, None
+    # Positions of RoBERTa start after that of the padding token.
+    unused = config.pad_token_id + 1 if config.model_type == "roberta" else 0
+    return config.vocab_size, config.max_position_embeddings - unused
 
 
 # ------------------------------------------------------------------------------------ sizes
@@ -283,46 +268,6 @@ RESNETS: dict[int, ResNetShape] = {
 """The networks of the papers by depth: the number of convolutions and the classifier, without those in shortcuts."""
 
 
-ATTENTION = ("sdpa", "eager")
-"""Implementations of attention: fused, or one operation after the other."""
-
-
-def check_sizes(
-    vocabulary: int,
-    width: int,
-    heads: int,
-    layers: int,
-    dropout: float,
-    length: int = 1,
-    attention: str = "sdpa",
-) -> None:
-    """Validates the sizes of a transformer.
-
-    Raises:
-        ValueError: heads do not divide the width, another size is below 1, the dropout is outside [0, 1), or the attention is not
-            one of :data:`ATTENTION`.
-    """
-    at_least_1(vocabulary=vocabulary, length=length, layers=layers, heads=heads, width=width)
-    if width % heads:
-        raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
-    check_dropout(dropout)
-    if attention not in ATTENTION:
-        raise ValueError(f"attention must be one of {', '.join(map(repr, ATTENTION))}, got {attention!r}")
-
-
-def at_least_1(**sizes: int) -> None:
-    """Raises ValueError if a size is below 1."""
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def check_dropout(dropout: float) -> None:
-    """Raises ValueError if a probability is outside [0, 1)."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
-
-
 # ------------------------------------------------------------------------------------ entries
 
 
@@ -345,7 +290,7 @@ def _entries() -> dict[str, Entry]:
     for (family, depth), large_images in large.items():
         data = {"pixels": 64 if large_images else 32}
         entries.append(Entry(f"{family}-{depth}", "images", f"{family}.{family}", (depth,), data=data))
-    entries.append(Entry("vnet", "volumes", "vnet.vnet", data={"pixels": 32}))
+    entries.append(Entry("vnet", "volumes", "vnet.VNet", data={"pixels": 32}))
     return {entry.name: entry for entry in entries}
 
 

@@ -21,7 +21,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from hvd_ckpt.app.models.catalog import DENSENETS, DenseNetShape, at_least_1, check_dropout
+from hvd_ckpt.app.models.catalog import DENSENETS, DenseNetShape
+from hvd_ckpt.app.models.options import Probability, Size, validated
 from hvd_ckpt.app.models.resnet import imagenet_stem, initialize
 from hvd_ckpt.recompute import checkpoint
 from hvd_ckpt.recompute.sequential import as_arguments
@@ -31,10 +32,15 @@ BOTTLENECK = 4  # a bottleneck has 4 * growth feature maps (section 3 of the pap
 Features = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-class Bottleneck(nn.Sequential):
-    """A 1x1 convolution to ``BOTTLENECK * growth`` maps and a 3x3 convolution, each after norm and activation."""
+class DenseLayer(nn.Sequential):
+    """Dense layer: a 1x1 convolution to ``BOTTLENECK * growth`` maps and a 3x3 convolution, each after norm and activation.
 
-    def __init__(self, maps: int, growth: int, dropout: float) -> None:
+    From (batch, maps, height, width) to (batch, maps + growth, height, width). In the efficient variant, from all features of the
+    dense block to a tuple with the new ones at its end. The first layer of a block takes a tensor: a tuple of one tensor never
+    occurs, since a chain may unpack it.
+    """
+
+    def __init__(self, maps: int, growth: int, dropout: float, efficient: bool) -> None:
         wide = BOTTLENECK * growth
         super().__init__(
             nn.BatchNorm2d(maps),
@@ -45,49 +51,36 @@ class Bottleneck(nn.Sequential):
             nn.Conv2d(wide, growth, kernel_size=3, padding=1, bias=False),
             nn.Dropout(dropout),
         )
+        self._efficient = efficient
 
-
-class DenseLayer(Bottleneck):
-    """Dense layer, from (batch, maps, height, width) to (batch, maps + growth, height, width)."""
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = super().forward(features)  # type: ignore[no-untyped-call]
-        return torch.cat([features, added], dim=1)
-
-
-class EfficientDenseLayer(Bottleneck):
-    """Dense layer of the efficient variant, from all features of the dense block to a tuple with the new ones, (batch, growth,
-    height, width), at its end.
-
-    The first layer of a block takes a tensor. A tuple of one tensor never occurs, since a chain may unpack it.
-    """
-
-    def forward(self, features: Features) -> tuple[torch.Tensor, ...]:
-        features = as_arguments(features)
-        return (*features, _run(self, features))
+    def forward(self, features: Features) -> Features:
+        if self._efficient:
+            features = as_arguments(features)
+            return (*features, _run(self, features))
+        return torch.cat([features, super().forward(features)], dim=1)  # type: ignore[list-item]
 
 
 class Transition(nn.Sequential):
-    """Transition between dense blocks, to half the feature maps at half the resolution."""
+    """Transition between dense blocks, to half the feature maps at half the resolution; always to one tensor."""
 
-    def __init__(self, maps: int) -> None:
+    def __init__(self, maps: int, efficient: bool) -> None:
         super().__init__(
             nn.BatchNorm2d(maps),
             nn.ReLU(inplace=True),
             nn.Conv2d(maps, maps // 2, kernel_size=1, bias=False),
             nn.AvgPool2d(kernel_size=2, stride=2),
         )
-
-
-class EfficientTransition(Transition):
-    """Transition of the efficient variant, from all features of a dense block to one tensor."""
+        self._efficient = efficient
 
     def forward(self, features: Features) -> torch.Tensor:
-        return _run(self, as_arguments(features))
+        return _run(self, as_arguments(features)) if self._efficient else super().forward(features)
 
 
 class Classifier(nn.Sequential):
-    """Classifier, from the average of the last features over the image to scores (batch, classes)."""
+    """Classifier, from the average of the last features over the image to scores (batch, classes).
+
+    Nothing is recomputed here in the efficient variant, since the backward pass begins here.
+    """
 
     def __init__(self, maps: int, classes: int) -> None:
         super().__init__(
@@ -98,16 +91,9 @@ class Classifier(nn.Sequential):
             nn.Linear(maps, classes),
         )
 
-
-class EfficientClassifier(Classifier):
-    """Classifier of the efficient variant, which takes all features of the last dense block.
-
-    Nothing is recomputed here, since the backward pass begins here.
-    """
-
     def forward(self, features: Features) -> torch.Tensor:
-        scores: torch.Tensor = super().forward(torch.cat(as_arguments(features), dim=1))  # type: ignore[no-untyped-call]
-        return scores
+        joined = torch.cat(features, dim=1) if isinstance(features, tuple) else features
+        return super().forward(joined)
 
 
 class DenseNet(nn.Sequential):
@@ -115,19 +101,11 @@ class DenseNet(nn.Sequential):
 
     The input is (batch, channels, height, width), the output (batch, classes) of scores before the softmax. Height and width are
     halved several times: they must be at least 32 with the ImageNet stem, and 4 with the CIFAR stem and three blocks.
-
-    Raises:
-        ValueError: ``dropout`` is outside [0, 1), or channels or classes are below 1.
     """
 
     def __init__(
         self, shape: DenseNetShape, channels: int, classes: int, dropout: float = 0.0, efficient: bool = False
     ) -> None:
-        at_least_1(channels=channels, classes=classes)
-        check_dropout(dropout)
-        layer_class = EfficientDenseLayer if efficient else DenseLayer
-        transition_class = EfficientTransition if efficient else Transition
-        classifier_class = EfficientClassifier if efficient else Classifier
         if shape.large_images:
             stem = imagenet_stem(channels, shape.initial)
         else:
@@ -136,30 +114,34 @@ class DenseNet(nn.Sequential):
         maps = shape.initial
         for block, layers in enumerate(shape.blocks, start=1):
             if block > 1:
-                chain[f"transition{block - 1}"] = transition_class(maps)
+                chain[f"transition{block - 1}"] = Transition(maps, efficient)
                 maps //= 2
             for layer in range(1, layers + 1):
-                chain[f"block{block}_layer{layer}"] = layer_class(maps, shape.growth, dropout)
+                chain[f"block{block}_layer{layer}"] = DenseLayer(maps, shape.growth, dropout, efficient)
                 maps += shape.growth
-        chain["classifier"] = classifier_class(maps, classes)
+        chain["classifier"] = Classifier(maps, classes)
         super().__init__(chain)
         self.apply(initialize)
 
 
+@validated
 def densenet(
-    depth: int, *, channels: int = 3, classes: int = 1000, dropout: float = 0.0, efficient: bool = False
+    depth: int,
+    *,
+    channels: Size = 3,
+    classes: Size = 1000,
+    dropout: Probability = 0.0,
+    efficient: bool = False,
 ) -> DenseNet:
     """A randomly initialized DenseNet of a given depth.
 
     Args:
         depth: a key of :data:`DENSENETS`.
-        channels: number of channels of the images.
-        classes: number of classes.
         dropout: dropout probability of the features that each dense layer adds.
         efficient: whether to recompute concatenations, norms and activations inside each layer (Pleiss et al., 2017).
 
     Raises:
-        ValueError: the depth is unknown; see also :class:`DenseNet`.
+        ValueError: the depth is unknown, or an option is invalid.
     """
     if depth not in DENSENETS:
         raise ValueError(
@@ -175,8 +157,7 @@ def _run(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tens
     norm, activation, convolution, *others = block
 
     def narrow(*features: torch.Tensor) -> torch.Tensor:
-        narrowed: torch.Tensor = convolution(activation(norm(torch.cat(features, dim=1))))
-        return narrowed
+        return convolution(activation(norm(torch.cat(features, dim=1))))
 
     result: torch.Tensor = checkpoint(narrow, *features, preserve_rng_state=False)  # nothing in it is random
     for module in others:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.app.models.options import Interval, Probability, Size, check_heads, validated
 from hvd_ckpt.parallel.pipeline.chain import Chain
 
 STANDARD_DEVIATION = 0.02  # of initial weights, as in the published code of GPT-2
@@ -36,8 +36,7 @@ class Embedding(nn.Module):
             raise ValueError(
                 f"A sequence has {length} tokens, and this model was built for length={longest}."
             )
-        hidden: torch.Tensor = self.dropout(self.tokens(tokens) + self.positions[:length])
-        return hidden
+        return self.dropout(self.tokens(tokens) + self.positions[:length])
 
 
 class CausalAttention(nn.Module):
@@ -69,8 +68,7 @@ class SelfAttention(nn.Module):
         parts = self.project(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = self.attend(query, key, value)
-        result: torch.Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, -1))
-        return result
+        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))
 
 
 class GPTBlock(nn.Module):
@@ -86,20 +84,20 @@ class GPTBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        result: torch.Tensor = hidden + self.dropout(self.perceptron(self.perceptron_norm(hidden)))
-        return result
+        return hidden + self.dropout(self.perceptron(self.perceptron_norm(hidden)))
 
 
+@validated
 def gpt(
     *,
-    vocabulary: int = 50257,
-    length: int = 2048,
-    width: int = 768,
-    heads: int = 12,
-    layers: int = 12,
-    dropout: float = 0.0,
+    vocabulary: Size = 50257,
+    length: Size = 2048,
+    width: Size = 768,
+    heads: Size = 12,
+    layers: Size = 12,
+    dropout: Probability = 0.0,
     tied: bool = True,
-    checkpoint_interval: int = 0,
+    checkpoint_interval: Interval = 0,
 ) -> Chain:
     """GPT-lite as a chain, from token numbers (batch, length) to scores of each token (batch, length, vocabulary).
 
@@ -119,7 +117,7 @@ def gpt(
     Raises:
         ValueError: the width is not a multiple of heads, another size is below 1, or the dropout is outside [0, 1).
     """
-    check_sizes(vocabulary, width, heads, layers, dropout, length)
+    check_heads(width, heads)
     embedding = Embedding(vocabulary, length, width, dropout)
     head = nn.Linear(width, vocabulary, bias=False)
     chain: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)

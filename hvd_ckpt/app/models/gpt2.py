@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.masking_utils import create_causal_mask
 
-from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.app.models.options import Attention, Interval, Probability, Size, check_heads, validated
 from hvd_ckpt.parallel.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
@@ -29,8 +29,7 @@ class EmbeddingsBlock(nn.Module):
         )
         if token_type_ids is not None:  # types have the embeddings of tokens
             hidden = hidden + self.tokens(token_type_ids)
-        result: Tensor = self.dropout(hidden)
-        return result
+        return self.dropout(hidden)
 
 
 class DecoderBlock(LayerBlock):
@@ -70,16 +69,17 @@ class GPT2Chain(WrappedChain):
         return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
 
 
+@validated
 def gpt2(
     *,
-    vocabulary: int = 50257,
-    length: int = 128,
-    width: int = 128,
-    heads: int = 4,
-    layers: int = 4,
-    dropout: float = 0.1,
-    attention: str = "sdpa",
-    checkpoint_interval: int = 0,
+    vocabulary: Size = 50257,
+    length: Size = 128,
+    width: Size = 128,
+    heads: Size = 4,
+    layers: Size = 4,
+    dropout: Probability = 0.1,
+    attention: Attention = "sdpa",
+    checkpoint_interval: Interval = 0,
 ) -> GPT2Chain:
     """A randomly initialized GPT-2, small by default. GPT-2 small has ``length=1024, width=768, heads=12, layers=12``.
 
@@ -88,7 +88,7 @@ def gpt2(
     Raises:
         ValueError: the sizes are invalid for a transformer.
     """
-    check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
+    check_heads(width, heads)
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=length,

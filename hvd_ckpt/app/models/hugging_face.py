@@ -25,10 +25,7 @@ MODEL_TYPES = {
     "xlnet": ("XLNetLMHeadModel", "xlnet", "XLNetChain", "permutation"),
     "gpt2": ("GPT2LMHeadModel", "gpt2", "GPT2Chain", "causal"),
 }
-MOST, MOST_LAYERS = (
-    1 << 24,
-    1 << 12,
-)  # limits of sizes, since a few digits could require more than a machine has
+MOST, MOST_LAYERS = 1 << 24, 1 << 12  # of sizes: a few digits could require more than a machine has
 CONFIG, WEIGHTS, PARTS = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = {  # files that a folder without weights may have beside its configuration
     "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
@@ -48,14 +45,13 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
         ValueError: a file is damaged, the model type is not bert, roberta, xlnet or gpt2, or the weights belong to another model.
     """
     folder = Path(folder)
-    options = _read_config(folder)
+    options, (model_class, module, chain_class, _) = _read_config(folder)
     for name, value in options.items():
         most = MOST_LAYERS if "layer" in name and "dim" not in name else MOST
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(
                 f"{folder / CONFIG} is damaged: {name} is {shown(value)}, and may be {most} at most."
             )
-    model_class, module, chain_class, _ = _supported(folder, options)
     kind: Any = getattr(import_module("transformers"), model_class)
     chain: Any = getattr(import_module(f"hvd_ckpt.app.models.{module}"), chain_class)
     left_out = ("model_type", *CODE)
@@ -69,7 +65,7 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
     except Exception as error:  # of safetensors, JSON, values or shapes: all mean that the folder is invalid
         reason = one_line(" ".join(str(error).split()))
         raise ValueError(f"{folder} cannot be loaded as a {kind.__name__}: {reason}") from error
-    return chain(model.train(), checkpoint_interval)  # type: ignore[no-any-return]
+    return chain(model.train(), checkpoint_interval)
 
 
 def kind_of_folder(folder: str | os.PathLike[str]) -> str:
@@ -78,22 +74,11 @@ def kind_of_folder(folder: str | os.PathLike[str]) -> str:
     Raises:
         FileNotFoundError, ValueError: as in :func:`from_folder`, for the configuration.
     """
-    folder = Path(folder)
-    *_, objective = _supported(folder, _read_config(folder))
-    return objective
+    return _read_config(Path(folder))[1][-1]
 
 
-def _supported(folder: Path, options: dict[str, Any]) -> tuple[str, str, str, str]:
-    """The entry of :data:`MODEL_TYPES` for a configuration."""
-    model_type = options.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"{folder / CONFIG} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
-        )
-    return MODEL_TYPES[model_type]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[str, str, str, str]]:
+    """The configuration in a folder, and its entry of :data:`MODEL_TYPES`."""
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(
@@ -102,7 +87,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     options = _read(path)
     if not isinstance(options, dict):
         raise ValueError(f"{path} is damaged: it holds a {type(options).__name__} instead of an object.")
-    return options
+    model_type = options.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{path} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
+        )
+    return options, MODEL_TYPES[model_type]
 
 
 def _read(path: Path) -> Any:
@@ -140,8 +130,8 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # each rank loads the model, and errors tell what matters
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # each rank loads the model, and errors tell what matters
+    logging.set_verbosity_error()
     try:
         model, report = kind.from_pretrained(
             folder,
@@ -155,7 +145,7 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
     finally:
         logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()
     if report["missing_keys"]:
         raise ValueError(f"{min(report['missing_keys'])} is missing in its weights.")
     return model

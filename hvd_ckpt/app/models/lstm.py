@@ -15,7 +15,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from hvd_ckpt.app.models.catalog import at_least_1, check_dropout
+from hvd_ckpt.app.models.options import Probability, Size, validated
 
 
 class Recurrence(nn.Module):
@@ -26,12 +26,12 @@ class Recurrence(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lstm(hidden)[0]
-        return output
+        return self.lstm(hidden)[0]
 
 
+@validated
 def lstm_language_model(
-    *, vocabulary: int, width: int = 650, layers: int = 2, dropout: float = 0.5, tied: bool = False
+    *, vocabulary: Size, width: Size = 650, layers: Size = 2, dropout: Probability = 0.5, tied: bool = False
 ) -> nn.Sequential:
     """An LSTM language model, from token numbers (batch, length) to scores of each token (batch, length, vocabulary).
 
@@ -48,8 +48,6 @@ def lstm_language_model(
     Raises:
         ValueError: ``dropout`` is outside [0, 1), or vocabulary, width or layers are below 1.
     """
-    at_least_1(vocabulary=vocabulary, width=width, layers=layers)
-    check_dropout(dropout)
     words = nn.Embedding(vocabulary, width)
     nn.init.uniform_(words.weight, -(width**-0.5), width**-0.5)
     chain: OrderedDict[str, nn.Module] = OrderedDict(embedding=nn.Sequential(words, nn.Dropout(dropout)))

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.app.models.catalog import RESNETS, ResNetShape, at_least_1
+from hvd_ckpt.app.models.catalog import RESNETS, ResNetShape
+from hvd_ckpt.app.models.options import Size, validated
 
 EXPANSION = 4  # output maps of a bottleneck unit for each map of its 3x3 convolution
 
@@ -72,8 +73,7 @@ class PreactivatedUnit(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         activated = self.activation(features)
         shortcut = features if self.projection is None else self.projection(activated)
-        made: torch.Tensor = self.convolutions(activated) + shortcut
-        return made
+        return self.convolutions(activated) + shortcut
 
 
 class ResNet(nn.Sequential):
@@ -81,13 +81,9 @@ class ResNet(nn.Sequential):
 
     The input is (batch, channels, height, width), the output (batch, classes) of scores before the softmax. Any resolution works.
     The papers use 224 pixels for ImageNet networks (64 pixels give 2x2 in the last stage) and 32 for the others.
-
-    Raises:
-        ValueError: channels or classes are below 1.
     """
 
     def __init__(self, shape: ResNetShape, channels: int, classes: int) -> None:
-        at_least_1(channels=channels, classes=classes)
         expansion = 1 if shape.unit == "basic" else EXPANSION
         build = PreactivatedUnit if shape.unit == "preactivated" else partial(_unit, shape)
         chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
@@ -106,7 +102,8 @@ class ResNet(nn.Sequential):
         self.apply(initialize)
 
 
-def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
+@validated
+def resnet(depth: int, *, channels: Size = 3, classes: Size = 10) -> ResNet:
     """A randomly initialized ResNet; ``depth`` is a key of :data:`RESNETS`.
 
     Raises:

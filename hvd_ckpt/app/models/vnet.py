@@ -18,16 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hvd_ckpt.app.models.catalog import at_least_1
+from hvd_ckpt.app.models.options import Size, validated
 from hvd_ckpt.recompute.sequential import as_arguments
 
-DOWN = (
-    2,
-    3,
-    3,
-    3,
-)  # convolutions of each stage on the way down, after the first stage with one convolution (figure 2)
-UP = (3, 3, 2, 1)  # convolutions of each stage on the way up
+# Convolutions of each stage on the way down, after a first stage with one (figure 2), and on the way up.
+DOWN, UP = (2, 3, 3, 3), (3, 3, 2, 1)
 SCALE = 2 ** len(DOWN)
 KERNEL = 5
 
@@ -54,8 +49,7 @@ class Residual(nn.Module):
         self.activation = nn.PReLU(maps)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.activation(self.convolutions(features) + features)
-        return made
+        return self.activation(self.convolutions(features) + features)
 
 
 class Entry(nn.Module):
@@ -86,8 +80,7 @@ class Entry(nn.Module):
         convolved: torch.Tensor = self.convolution(volume)
         # A view of the maps in groups of the size of the channels, so that the channels are repeated without a copy.
         groups = convolved.reshape(len(volume), -1, *volume.shape[1:])
-        made: torch.Tensor = self.activation((groups + volume.unsqueeze(1)).flatten(1, 2))
-        return made
+        return self.activation((groups + volume.unsqueeze(1)).flatten(1, 2))
 
 
 class Down(nn.Module):
@@ -126,18 +119,26 @@ class Up(nn.Module):
 
 
 class VNet(nn.Sequential):
-    """A V-Net whose children are its stages: entry, four down, four up, and a 1x1x1 convolution.
+    """A randomly initialized V-Net whose children are its stages: entry, four down, four up, and a 1x1x1 convolution.
 
     The input is (batch, channels, depth, height, width), the output (batch, classes, depth, height, width) of scores before the
-    softmax. Depth, height and width must be multiples of 16.
+    softmax. Depth, height and width must be multiples of 16. The defaults are those of the paper, except for ``norm``, which is
+    ``"none"`` there.
+
+    Args:
+        width: number of maps of the first stage; the deepest stage has 16 times as many.
+        norm: normalization after each convolution except the last, a key of :data:`NORMS`. Batch norm needs more than one value per
+            channel: at least two volumes if their sides are 16.
 
     Raises:
-        ValueError: the norm is unknown, channels, classes or width are below 1, the width is not a multiple of channels, or, in the
+        ValueError: the norm is unknown, the width is not a multiple of channels, or, in the
             forward pass, the volume has another shape.
     """
 
-    def __init__(self, channels: int, classes: int, width: int, norm: str) -> None:
-        at_least_1(channels=channels, classes=classes, width=width)
+    @validated
+    def __init__(
+        self, *, channels: Size = 1, classes: Size = 2, width: Size = 16, norm: str = "batch"
+    ) -> None:
         if width % channels:
             raise ValueError(
                 f"width must be a multiple of channels, got width={width} and channels={channels}"
@@ -165,22 +166,6 @@ class VNet(nn.Sequential):
         self.apply(_initialize)
 
 
-def vnet(*, channels: int = 1, classes: int = 2, width: int = 16, norm: str = "batch") -> VNet:
-    """A randomly initialized V-Net. The defaults are those of the paper, except for ``norm``, which is ``"none"`` there.
-
-    Args:
-        channels: number of channels of the volume.
-        classes: number of classes of a voxel.
-        width: number of maps of the first stage; the deepest stage has 16 times as many.
-        norm: normalization after each convolution except the last, a key of :data:`NORMS`. Batch norm needs more than one value per
-            channel: at least two volumes if their sides are 16.
-
-    Raises:
-        ValueError: see :class:`VNet`.
-    """
-    return VNet(channels, classes, width, norm)
-
-
 def _normalized(convolution: nn.Conv3d | nn.ConvTranspose3d, norm: str) -> list[nn.Module]:
     build = NORMS[norm]
     return [convolution] if build is None else [convolution, build(convolution.out_channels)]
@@ -190,9 +175,8 @@ def _initialize(module: nn.Module) -> None:
     """Initialization by He et al. ("Delving Deep into Rectifiers", 2015) for PReLU: variance 2 / (1 + slope**2) per input."""
     if isinstance(module, nn.Conv3d):
         inputs = module.in_channels * math.prod(module.kernel_size)
-    elif isinstance(
-        module, nn.ConvTranspose3d
-    ):  # kernel and stride are equal, so each voxel comes from one input voxel
+    elif isinstance(module, nn.ConvTranspose3d):
+        # Kernel and stride are equal, so each voxel comes from one input voxel.
         inputs = module.in_channels
     else:
         return

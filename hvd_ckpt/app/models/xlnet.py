@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import XLNetConfig, XLNetLMHeadModel
 
-from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.app.models.options import Interval, Probability, Size, check_heads, validated
 from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 
 
@@ -72,8 +72,7 @@ class HeadBlock(nn.Module):
 
     def forward(self, content: Tensor, query: Tensor | None = None) -> Tensor:
         hidden = self.dropout(content if query is None else query)
-        scores: Tensor = self.head(hidden.permute(1, 0, 2).contiguous())
-        return scores
+        return self.head(hidden.permute(1, 0, 2).contiguous())
 
 
 class XLNetChain(WrappedChain):
@@ -144,18 +143,18 @@ class XLNetChain(WrappedChain):
         if not hidden:
             return None
         total: Any = sum(hidden)
-        mask: Tensor = (total > 0).to(body.dtype)[..., None]
-        return mask
+        return (total > 0).to(body.dtype)[..., None]
 
 
+@validated
 def xlnet(
     *,
-    vocabulary: int = 32000,
-    width: int = 128,
-    heads: int = 4,
-    layers: int = 4,
-    dropout: float = 0.1,
-    checkpoint_interval: int = 0,
+    vocabulary: Size = 32000,
+    width: Size = 128,
+    heads: Size = 4,
+    layers: Size = 4,
+    dropout: Probability = 0.1,
+    checkpoint_interval: Interval = 0,
 ) -> XLNetChain:
     """A randomly initialized XLNet, small by default. XLNet-base has ``width=768, heads=12, layers=12``. Sequences have any length.
 
@@ -164,7 +163,7 @@ def xlnet(
     Raises:
         ValueError: the sizes are invalid for a transformer.
     """
-    check_sizes(vocabulary, width, heads, layers, dropout)
+    check_heads(width, heads)
     config = XLNetConfig(
         vocab_size=vocabulary, d_model=width, n_layer=layers, n_head=heads, d_inner=4 * width, dropout=dropout
     )

@@ -16,9 +16,9 @@ from hvd_ckpt.app.datasets.text import TEXTS
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.datasets.volumes import open_volumes
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
-from hvd_ckpt.app.training.own import KIND, OwnModel, kind_of_data, objective_of, of_own, open_data
+from hvd_ckpt.app.training.functions import objective_of, open_data
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes import watchdog
@@ -29,6 +29,7 @@ from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import shown
 from hvd_ckpt.utils.text import DOCUMENTS
 
+CPU = torch.device("cpu")
 # Kinds of data to which a setting applies.
 SETTINGS_OF_DATA = {
     "tokenizer": TEXTS,
@@ -42,7 +43,6 @@ class Assembly(NamedTuple):
 
     Attributes:
         model: with random weights drawn from the configuration's seed, or those of its folder.
-        objective: its loss.
         train, test: samples; ``test`` is None where no validation split is configured.
     """
 
@@ -55,35 +55,46 @@ class Assembly(NamedTuple):
 # ------------------------------------------------------------------------------------ data and model
 
 
-def assemble(config: Config) -> Assembly:
+def assemble(config: Config, device: torch.device = CPU) -> Assembly:
     """Data and model of a configuration, the same on every rank.
+
+    Args:
+        device: where the model is made; on ``meta`` it takes no memory.
 
     Raises:
         ConfigError: the model is unknown, has no such option, or does not fit the data; data cannot be read.
     """
-    entry: catalog.Entry | OwnModel
-    try:
-        is_own = is_named(config.model)
-        entry = OwnModel(config.model, kind_of_data(config)) if is_own else catalog.find(config.model)
+    data, kind = config.data, ""
+    given = data is not None and data.is_function
+    if is_named(config.model):  # whose kind of data is that of the setting
+        if data is None:
+            raise ConfigError(
+                f"model {config.model}: give data: a function that returns samples, or text, tokens, images or volumes"
+            )
+        kind = "causal" if data.is_text else data.kind
+    with config_errors(OSError):
+        entry = catalog.find(config.model, kind)
         entry.check_options(config.model_options)
-        kind = KIND if of_own(config) else entry.kind
-        _check_settings(config, kind)
-        train, test, facts = open_data(config) if kind == KIND else _open_data(config, entry)
+        _check_settings(config, "function" if given else entry.kind)
+        train, test, facts = open_data(config) if given else _open_data(config, entry)
         objective = objective_of(config, entry.kind)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
+    for name, value in config.model_options.items():
+        if name in facts and isinstance(value, int) and value < facts[name]:
+            raise ConfigError(
+                f"model_options: {name}={value}, and the data have {facts[name]}: give at least that"
+            )
     # The weights follow from the configuration, whatever has been drawn before.
     torch.manual_seed(config.seed)
-    on_disk: Any = contextlib.nullcontext()
+    place: Any = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
     if config.shard.offload == "parameters":
-        on_disk = init_on_disk(config.shard.folder)
+        place = init_on_disk(config.shard.folder)
     try:
-        with on_disk:
+        with place:
             model = entry.build(facts, config.model_options)
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has
         raise ConfigError(f"model {config.model}: {' '.join(str(error).split())}") from None
     if entry.folder is not None:
-        _check_limits(config, catalog.limits(model), facts)
+        _check_limits(config, model, facts)
     return Assembly(model, objective, train, test)
 
 
@@ -102,39 +113,25 @@ def assemble_in_turn(config: Config) -> Assembly:
     return assembly
 
 
-def _open_data(
-    config: Config, entry: catalog.Entry | OwnModel
-) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+def _open_data(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     """Samples to train and to evaluate on, and the facts of the data that the model depends on."""
     if entry.kind in TEXTS:
         return _open_text(config, entry)
     data = None if config.data is None else config.data.path
     pixels = config.pixels or entry.data.get("pixels", 32)
-    if entry.kind == "images":
-        images = open_images(data, pixels, seed=config.seed)
-        return *images.split(config.validation_split), {
-            "channels": images.channels,
-            "classes": images.classes,
-        }
-    volumes = open_volumes(data, pixels, seed=config.seed)
-    return *volumes.split(config.validation_split), {"channels": volumes.channels, "classes": volumes.classes}
+    samples = (open_images if entry.kind == "images" else open_volumes)(data, pixels, seed=config.seed)
+    return *samples.split(config.validation_split), {"channels": samples.channels, "classes": samples.classes}
 
 
-def _open_text(
-    config: Config, entry: catalog.Entry | OwnModel
-) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    tokenizer = find_tokenizer(config, entry.folder)
-    data = config.data
+def _open_text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    tokenizer, data = find_tokenizer(config, entry.folder), config.data
     of_ids = data is not None and data.kind == "tokens"
-    tokens = (
-        Shards(data.path, tokenizer, data.vocabulary, token_type=data.type)
-        if data is not None and of_ids
-        else Tokens(
-            None if data is None else data.path,
-            tokenizer,
-            documents=data.kind if data and data.kind in DOCUMENTS else None,
-        )
-    )
+    if data is None:
+        tokens = Tokens(None, tokenizer)
+    elif of_ids:
+        tokens = Shards(data.path, tokenizer, data.vocabulary, token_type=data.type)
+    else:
+        tokens = Tokens(data.path, tokenizer, documents=data.kind if data.kind in DOCUMENTS else None)
     length = config.sequence_length or entry.data.get("length", 128)
     train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
     vocabulary = tokens.vocabulary
@@ -162,22 +159,23 @@ def _check_settings(config: Config, kind: str) -> None:
     kinds_of = {**SETTINGS_OF_DATA, **({} if fits else {"data": ()})}
     for name, kinds in kinds_of.items():
         if getattr(config, name) is not None and kind not in kinds:
-            what = str(config.data) if kind == KIND else "text" if kind in TEXTS else kind
+            what = str(config.data) if kind == "function" else "text" if kind in TEXTS else kind
             raise ConfigError(
                 f"{name} {getattr(config, name)}: the model {config.model} is trained on {what}, leave it out"
             )
 
 
-def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any]) -> None:
+def _check_limits(config: Config, model: nn.Module, facts: dict[str, Any]) -> None:
     """The sizes of a folder's model are fixed; the data has to fit."""
-    if facts["vocabulary"] > limits.vocabulary:
+    vocabulary, length = catalog.limits(model)
+    if facts["vocabulary"] > vocabulary:
         raise ConfigError(
-            f"model {config.model}: it knows the tokens below {limits.vocabulary}, and the text has tokens up to "
+            f"model {config.model}: it knows the tokens below {vocabulary}, and the text has tokens up to "
             f"{facts['vocabulary'] - 1}: give the model's own tokenizer"
         )
-    if limits.length is not None and facts["length"] > limits.length:
+    if length is not None and facts["length"] > length:
         raise ConfigError(
-            f"sequence_length {facts['length']}: the model {config.model} takes at most {limits.length} tokens"
+            f"sequence_length {facts['length']}: the model {config.model} takes at most {length} tokens"
         )
 
 
@@ -189,8 +187,9 @@ def check_functions(config: Config, parts: Assembly) -> None:
         ValueError: model, loss or metrics cannot take it, or return something else than they must.
     """
     model, objective, train, _ = parts
-    of_own_kind = is_named(config.model) or of_own(config) or config.loss or config.metrics
-    if not of_own_kind and not hasattr(train, "channels"):
+    given = config.data is not None and config.data.is_function
+    has_functions = given or is_named(config.model) or config.loss or config.metrics
+    if not has_functions and not hasattr(train, "channels"):
         return
     device = next(model.parameters()).device  # in stages the whole model is on the CPU still
     count = min(config.batch // config.accumulate, len(train))  # of the smallest micro-batch

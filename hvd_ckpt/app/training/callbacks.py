@@ -32,8 +32,7 @@ class TensorBoard:
         # A resumed run writes steps again that a killed one had written: TensorBoard hides those.
         step = trainer.progress.step
         folder, purge = str(trainer.folder / "tensorboard"), step + 1 if step else None
-        make: Any = SummaryWriter
-        self._board = make(folder, purge_step=purge, flush_secs=30)
+        self._board = SummaryWriter(folder, purge_step=purge, flush_secs=30)
 
     def on_log(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
@@ -56,35 +55,29 @@ def callbacks_of(config: Config) -> list[Any]:
     # The checks above run on every rank, and find the same; the callbacks themselves run on the first alone.
     if current().number != 0:
         return []
-    made = []
+    callbacks: list[Any] = [TensorBoard()] if config.tensorboard else []
     # An unsuitable callback must end all ranks, so it is made where errors are raised on all.
     if make is not None:
         try:
             inspect.signature(make).bind()
         except TypeError as error:
             raise ValueError(f"callback {config.callback}: it is made without arguments: {error}") from None
-        made.append(make())
-    for callback in made:
+        callback = make()
         methods = [
             name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))
         ]
         if not methods:
             raise ValueError(f"callback {config.callback}: it has none of the methods {', '.join(METHODS)}")
-        for name in methods:
-            if name not in METHODS:
-                raise ValueError(
-                    f"callback {config.callback}: {unknown('method of a callback', name, METHODS)}"
-                )
-    return [*([TensorBoard()] if config.tensorboard else []), *made]
+        if others := [name for name in methods if name not in METHODS]:
+            raise ValueError(
+                f"callback {config.callback}: {unknown('method of a callback', others[0], METHODS)}"
+            )
+        callbacks.append(callback)
+    return callbacks
 
 
 class Callbacks:
-    """Calls all callbacks of a run.
-
-    Args:
-        callbacks: in the order in which they are called.
-        say: shows a line of text.
-    """
+    """Calls all callbacks of a run."""
 
     def __init__(self, callbacks: list[Any], say: Callable[[str], None]) -> None:
         self._callbacks, self._say = callbacks, say

@@ -6,8 +6,9 @@ before anything is built.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,6 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from hvd_ckpt.app.training.combinations import check_combinations
 from hvd_ckpt.app.training.field_types import (
     Count,
     Data,
@@ -29,9 +29,13 @@ from hvd_ckpt.app.training.field_types import (
     Steps,
     Text,
     Verify,
+    WithOptions,
     one_of,
 )
 from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES
+from hvd_ckpt.processes.launchers import is_elastic
+from hvd_ckpt.utils import rules
+from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
 from hvd_ckpt.utils.schema import Strict, first_error
 from hvd_ckpt.utils.text import (
@@ -83,6 +87,7 @@ RENAMED = {  # earlier names, and those of Lightning and transformers
     "delay": "local N,delay=D",
     "stages": "pipeline N",
     "pipeline_schedule": "pipeline N,schedule=NAME",
+    "load": "plan FILE",
     "virtual_stages": "pipeline N,schedule=interleaved,virtual_stages=V",
     "balance": "pipeline N,balance=[...]",
     "verify_recomputation": "verify PASSES",
@@ -118,15 +123,20 @@ class ConfigError(ValueError):
         super().__init__(one_line(message))
 
 
+@contextlib.contextmanager
+def config_errors(*kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """A context in which errors, a ValueError and those of other ``kinds``, become a ConfigError ``about`` a setting."""
+    expected: tuple[type[Exception], ...] = (ValueError, *kinds)
+    try:
+        yield
+    except expected as error:
+        raise ConfigError(f"{about}: {error}" if about else str(error)) from None
+
+
 def instead_of(name: str) -> str | None:
     """What to do in place of a setting that there is not, or not any more; None for any other name."""
     name = name.replace("-", "_")
     return REMOVED.get(name) or (f"did you mean '{RENAMED[name]}'?" if name in RENAMED else None)
-
-
-def _check_known(name: str) -> None:
-    if (new := instead_of(name)) is not None:
-        raise ConfigError(f"no setting '{name}': {new}")
 
 
 class Config(Strict):
@@ -293,7 +303,7 @@ class Config(Strict):
     commit_every: Count = Field(
         10, description="Steps between commits in an elastic job; with local, each average is a commit."
     )
-    output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
+    output: Text | None = Field(None, description="Folder of the run.  [default: a new one in runs/]")
     dry_run: bool = Field(False, description="Print a summary of the run, and end.")
     resume: Text | None = Field(
         None,
@@ -307,7 +317,7 @@ class Config(Strict):
         if model is not None:
             settings["model"] = model
         for name in settings:
-            _check_known(name)
+            self._check_known(name)
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -315,8 +325,41 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        check_combinations(self)
+        rules.check(self._features(), {"stages": f"pipeline {self.pipeline.stages}"}, write=rules.setting)
+        if self.accumulate > self.batch:
+            raise ValueError(
+                f"accumulate {self.accumulate}: it is more than the batch of {self.batch} samples"
+            )
+        balance, parts = self.pipeline.balance, self.pipeline.parts_of_model
+        if balance is not None and len(balance) != parts:
+            raise ValueError(
+                f"balance {balance}: it has {len(balance)} numbers of blocks, give one for each of {parts} parts"
+            )
+        if self.replicas is not None and self.replicas & (self.replicas - 1):
+            raise ValueError(f"replicas {self.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
         return self
+
+    def _features(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, with their options, and what follows from several of them."""
+        given: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value == field.default:
+                continue
+            if isinstance(value, WithOptions):
+                options = value.given()
+                given |= options | {f"{option} of {name}": set for option, set in options.items()}
+                value = options.get(next(iter(type(value).model_fields)))
+            given[name] = value
+        return {
+            **given,
+            "model": self.model,
+            "module:function": is_named(self.model),
+            "optimizer": self.optimizer.strip().lower(),
+            "wire of gradients": given.get("wire"),
+            rules.ELASTIC: is_elastic(),
+            "a plan of stages": self.in_stages and (self.budget is not None or self.plan is not None),
+        }
 
     @property
     def in_stages(self) -> bool:
@@ -343,15 +386,17 @@ class Config(Strict):
         Raises:
             ConfigError: a name is unknown (names the nearest), the model is missing, or a value is not allowed.
         """
-        given = {}
-        for key, value in values.items():
-            name = str(key).replace("-", "_")
-            _check_known(str(key))
-            if name not in cls.model_fields:
-                raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
-            if value is not None:
-                given[name] = value
-        return cls(**given)
+        for key in values:
+            cls._check_known(str(key))
+        given = {str(key).replace("-", "_"): value for key, value in values.items()}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def _check_known(cls, name: str) -> None:
+        if (new := instead_of(name)) is not None:
+            raise ConfigError(f"no setting '{name}': {new}")
+        if name.replace("-", "_") not in cls.model_fields:
+            raise ConfigError(unknown("setting", name, sorted(cls.model_fields)))
 
     def as_dict(self) -> dict[str, Any]:
         """All settings, as plain values."""

@@ -14,6 +14,7 @@ learning rate does not change.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import horovod.torch as hvd
@@ -60,7 +61,7 @@ class RunState(TorchState):  # type: ignore[misc]
         assert self._trainer is not None
         state, step = self._trainer.state(), self._trainer.progress.step
         per_rank = {"optimizer": state.per_rank["optimizer"]}
-        commit = HeldSnapshot.of(step, state.ranges, state.aliases, state.replicated, per_rank)
+        commit = HeldSnapshot.of(step, dataclasses.replace(state, per_rank=per_rank))
         self.start(ResumePoint(self._trainer.folder, commit))
 
     def reset(self) -> None:
@@ -85,8 +86,7 @@ def train(config: Config) -> Outcome:
     #     before each call                              state.sync(): all ranks get the state of rank 0, unless ranks only left
     #     a collective fails, since a rank has died     state.restore(): back to the last commit; then the next line
     #     hosts were added or removed, at a commit      _restart() and state.reset(); then the first line again
-    outcome: Outcome = run_fn(_train, lambda: _restart(config))(RunState(), config)
-    return outcome
+    return run_fn(_train, lambda: _restart(config))(RunState(), config)
 
 
 def _restart(config: Config) -> None:

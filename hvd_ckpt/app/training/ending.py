@@ -20,13 +20,13 @@ from typing import NoReturn
 import horovod.torch as hvd
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.processes.grid import current, host_name
+from hvd_ckpt.processes.stopping import StopRequest
 from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.stopping import StopRequest
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -57,15 +57,6 @@ def errors_everywhere(name: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def config_errors() -> Iterator[None]:
-    """A context in which a ValueError that is raised on all ranks becomes a ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def check_weights(model: nn.Module) -> None:
     """Compares the weights of the ranks, on each pipeline stage its own. Collective.
 
@@ -89,11 +80,6 @@ def check_weights(model: nn.Module) -> None:
 
 class Reports:
     """Reports of single ranks, on which all ranks act after the same step: a request to stop, or a loss that is not finite.
-
-    Args:
-        config: config of the run.
-        stop: records requests to this rank.
-        say: shows a line of text.
 
     Attributes:
         stopped: the request to stop that all ranks have received, as in ``Outcome.stopped``.
@@ -135,11 +121,7 @@ class Reports:
         return True
 
     def handle_waiting(self) -> None:
-        """Answers, at an entry of the log, what has waited for it. Collective.
-
-        Raises:
-            NonFiniteLoss: as :meth:`handle`.
-        """
+        """Answers, at an entry of the log, what has waited for it, as :meth:`handle`. Collective."""
 
     def acknowledge(self) -> None:
         """Forgets a request: the run has stopped."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
@@ -19,34 +18,18 @@ from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.utils import run_warnings
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """The batches of an evaluation, and how the model runs on them.
-
-    Attributes:
-        batch: samples of a batch.
-        device: device of the batches.
-        autocast: returns the context of the forward pass.
-        batches: the most batches that each part of the samples has; None for all samples.
-        parts: number of parts of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
-        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
-            samples left runs it on one without weight.
-    """
-
-    batch: int
-    device: torch.device
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    batches: int | None = None
-    parts: int = 1
-    in_step: bool = False
-
-
 def evaluate(
     model: nn.Module,
     data: Dataset,
     objective: Objective,
-    options: EvaluationOptions,
     average: AveragedWeights | None = None,
+    *,
+    batch: int,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    batches: int | None = None,
+    parts: int = 1,
+    in_step: bool = False,
 ) -> dict[str, float]:
     """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
 
@@ -56,12 +39,18 @@ def evaluate(
 
     Args:
         average: averaged weights of the model, evaluated as well, under names that begin with ``ema_``.
+        batch: samples of a batch.
+        autocast: returns the context of the forward pass.
+        batches: the most batches that each part of the samples has; None for all samples.
+        parts: number of parts of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
+        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
+            samples left runs it on one without weight.
 
     Returns:
         ``{"loss": ..., ...}`` with the names of :meth:`Objective.metrics` and :meth:`Objective.of_loss`, and the number of samples.
     """
-    all_parts, size = hvd.size() * options.parts, options.batch
-    samples = len(data) if options.batches is None else min(len(data), options.batches * size * all_parts)
+    all_parts, size = hvd.size() * parts, batch
+    samples = len(data) if batches is None else min(len(data), batches * size * all_parts)
     longest = -(-samples // all_parts)  # samples of a part
 
     def run_part(part: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -69,18 +58,18 @@ def evaluate(
         numbers = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
-        for first in range(0, longest if options.in_step else len(numbers), size):
+        for first in range(0, longest if in_step else len(numbers), size):
             # Without samples left, the first sample stands in: it is computed and not counted.
             indices = numbers[first : first + size] or range(1)
-            batch = data.batch(indices, [0] * len(indices)).to(options.device)
-            with options.autocast():
-                output = model(*batch.inputs, **batch.shared)
+            drawn = data.batch(indices, [0] * len(indices)).to(device)
+            with autocast():
+                output = model(*drawn.inputs, **drawn.shared)
                 # Only the last stage of a pipeline has the output.
                 if output is None:
                     continue
-                means = {"loss": objective.loss(output, batch), **objective.metrics(output, batch)}
+                means = {"loss": objective.loss(output, drawn), **objective.metrics(output, drawn)}
             if first < len(numbers):
-                weight = objective.weight(batch)
+                weight = objective.weight(drawn)
                 terms += weight
                 for name, mean in means.items():
                     # A mean of no terms may be nan, and does not count.
@@ -89,9 +78,9 @@ def evaluate(
         return terms, sums
 
     def run() -> dict[str, float]:
-        first = hvd.rank() * options.parts
-        means = _over_ranks([run_part(part) for part in range(first, first + options.parts)])
-        means = current().of_last_stage(means)
+        first = hvd.rank() * parts
+        means = _over_ranks([run_part(part) for part in range(first, first + parts)])
+        means = current().gather_objects(means)[-1]  # of the last stage
         of_loss = objective.of_loss(means["loss"])
         return {**means, **{name: float(value) for name, value in of_loss.items()}}
 

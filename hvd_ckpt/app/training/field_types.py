@@ -35,21 +35,13 @@ def _text(value: str) -> str:
     return value
 
 
-def _stage(value: Any) -> Any:
-    return STAGES[stage_of(value)]
-
-
 def _budget(value: str | int) -> str | int:
     parse_budget(value)
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
-def _when(value: str | int) -> str | int:
-    return read_when(value, "the setting")
-
-
-def first_and_last(steps: str) -> tuple[int, int]:
-    """The first and the last of the steps ``FIRST:LAST``, counted from 1.
+def traced_steps(steps: str) -> range:
+    """The steps ``FIRST:LAST``, counted from 1.
 
     Raises:
         ValueError: they are not such steps.
@@ -57,14 +49,14 @@ def first_and_last(steps: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"{steps!r} is not allowed: give the first and the last step, such as '10:15'")
-    return int(match[1]), int(match[2])
+    return range(int(match[1]), int(match[2]) + 1)
 
 
 def _steps(value: Any) -> Any:
     if isinstance(value, int):  # YAML 1.1 takes 10:15 for a number, ten minutes and fifteen seconds
         value = f"{value // 60}:{value % 60}"
     if isinstance(value, str):
-        first_and_last(value)
+        traced_steps(value)
     return value
 
 
@@ -127,25 +119,25 @@ class WithOptions(Strict):
         return ",".join(text if name == first else f"{name}={text}" for name, text in texts.items())
 
 
-DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes", "own")
+DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes", "function")
 Text = Annotated[str, AfterValidator(_text)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
 Options = dict[str, JsonValue]
 Budget = Annotated[str | int, AfterValidator(_budget)]
-When = Annotated[str | int, AfterValidator(_when)]
-ShardStage = Annotated[str, BeforeValidator(_stage)]
+When = Annotated[str | int, AfterValidator(lambda value: read_when(value, "the setting"))]
+ShardStage = Annotated[str, BeforeValidator(lambda value: STAGES[stage_of(value)])]
 Steps = Annotated[str, BeforeValidator(_steps)]
 Groups = Annotated[Any, AfterValidator(_groups)]
 Wire = Annotated[str, one_of("communication format", "fp32", "fp16", "bf16", "int8", "int4")]
 
 
 class Data(WithOptions):
-    """What to train on: ``KIND:PATH``, or ``module:function`` of one's own.
+    """What to train on: ``KIND:PATH``, or a function ``module:function`` of the user.
 
     Attributes:
         kind: ``text``, ``lines`` (a document on each line of a text), ``jsonl`` (as a JSON object), ``tokens``, ``images``,
-            ``volumes``, or ``own``.
+            ``volumes``, or ``function``.
         path: file or folder, or the name of the function.
         vocabulary: number of token ids.
         type: of the ids in .bin files.
@@ -186,9 +178,14 @@ class Data(WithOptions):
         """Whether language models are trained on it."""
         return self.kind in DATA[:4]
 
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the user gives them."""
+        return self.kind == DATA[-1]
+
     @model_serializer
     def __str__(self) -> str:
-        path = self.path if self.kind == DATA[-1] else f"{self.kind}:{self.path}"
+        path = self.path if self.is_function else f"{self.kind}:{self.path}"
         options = {"vocabulary": self.vocabulary, "type": self.type}
         return path + "".join(f",{name}={value}" for name, value in options.items() if value is not None)
 

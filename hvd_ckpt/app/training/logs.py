@@ -1,4 +1,4 @@
-"""Logs of runs: records, one line of JSON each; and plots of them.
+"""Logs of runs: records, one line of JSON each.
 
 A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
 
@@ -22,22 +22,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.utils.spans import KINDS
-from hvd_ckpt.utils.text import one_line
 
 TIMES = ("step_seconds", *(f"{kind}_seconds" for kind in KINDS))
 KEYS = (  # the others are metrics
     "step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds", *TIMES,
 )  # fmt: skip
 MAX_BYTES = 1 << 30
-LONGEST = 100  # characters of a title
-MOST = 2**53  # steps
-LARGEST = 1e30  # loss that is drawn; a larger one counts as infinite
-
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -49,18 +44,14 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [record for _, record in _records(Path(path))]
 
 
-class Logs:
+class Logs(AbstractContextManager["Logs"]):
     """The log of a run, ``log.jsonl``. A context manager that closes it.
 
     A line is with the operating system as soon as ``write`` returns. JSON has no infinities: numbers that are not finite become
     ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
 
     Args:
-        folder: folder of the run.
         step: steps taken; records of later steps are dropped, since a resumed run writes them again.
-
-    Attributes:
-        path: path of ``log.jsonl``.
 
     Raises:
         ValueError: a line of the log is not a record.
@@ -82,28 +73,19 @@ class Logs:
         Raises:
             OSError: it cannot be written, such as to a full disk; nothing is then.
         """
-        line = json.dumps({name: _text(value) for name, value in record.items()}, ensure_ascii=False).encode()
+        values = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        line = json.dumps(values, ensure_ascii=False).encode()
         end = self._file.seek(0, os.SEEK_END)
         # A full disk may take a part of a line. It is removed again, so that the file has whole lines only.
         if self._file.write(line + b"\n") <= len(line):
             self._file.truncate(end)
             raise OSError(f"the disk of '{self.path}' is full")
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def __enter__(self) -> Logs:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value
+        self._file.close()
 
 
 def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -125,59 +107,8 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
                 f"log '{path}', line {number}: not a record, which is a JSON object with a whole step"
             )
         known = {
-            name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-            for name, value in record.items()
+            name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in record.items()
         }
         records.append((start, known))
         start += len(line)
     return records
-
-
-# ------------------------------------------------------------------------------------ plot
-
-
-def loss_plot(log: str | os.PathLike[str], path: str | os.PathLike[str], title: str) -> None:
-    """Draws the training loss of a run over the steps as a line, and evaluations as points.
-
-    Where a loss is not finite there is a gap.
-
-    Args:
-        log: a ``log.jsonl``.
-        path: path of the PNG.
-        title: above the picture.
-
-    Raises:
-        ValueError: the log has no loss, or a line of it is not a record; the message names file and line.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.2, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    training, evaluation = _points(log, "train"), _points(log, "eval")
-    if not training and not evaluation:
-        raise ValueError(f"log '{log}' has no loss to draw")
-    if training:
-        axes.plot(*zip(*training), marker="." if len(training) == 1 else "", label="training")
-    if evaluation:
-        axes.plot(*zip(*evaluation), "o", label="evaluation")
-    axes.set_title(one_line(title)[:LONGEST], parse_math=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(Path(path), dpi=120)
-
-
-def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:
-    """(step, loss) of the records of one kind."""
-    points = []
-    for number, record in enumerate(read(log), start=1):
-        if record.get("kind") == kind:
-            loss: Any = record.get("loss")
-            step: Any = record.get("step")
-            if type(step) is not int or not 0 <= step <= MOST or type(loss) not in (int, float):
-                raise ValueError(
-                    f"log '{log}', line {number}: a record of kind {kind} needs a step and a loss"
-                )
-            points.append((step, loss if abs(loss) < LARGEST else math.nan))
-    return points

@@ -1,4 +1,4 @@
-"""The model of one rank: device, precision, batch norm, recomputation, pipeline stage."""
+"""The model of one rank: device, batch norm, recomputation, pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
-from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
@@ -23,7 +22,7 @@ from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 from hvd_ckpt.utils.torch_private import AnyBatchNorm
 
-# ------------------------------------------------------------------------------------ device and precision
+# ------------------------------------------------------------------------------------ device
 
 
 def device_of(config: Config) -> torch.device:
@@ -46,18 +45,6 @@ def device_of(config: Config) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device '{config.device or 'cuda'}': {error}") from None
     except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def precision_of(config: Config, device: torch.device) -> Precision:
-    """The configured precision.
-
-    Raises:
-        ConfigError: the device or a missing package rules it out.
-    """
-    try:
-        return Precision(config.precision, device.type)
-    except RuntimeError as error:
         raise ConfigError(str(error)) from None
 
 

@@ -23,18 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, config_errors
 from hvd_ckpt.app.training.ending import LocalReports, Reports, errors_everywhere
-from hvd_ckpt.app.training.local import make_local
-from hvd_ckpt.app.training.model import cut_into_stages
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.objectives import Batch, Objective
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.distributed.shard import Shard
+from hvd_ckpt.parallel.local_sgd.construction import LocalSGD
+from hvd_ckpt.parallel.local_sgd.options import Nesterov
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
-from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.leveling import agree_on_naming
@@ -55,8 +54,6 @@ class Plain:
     Args:
         model: with its plan, in pipeline stages if configured.
         optimizer: result of :meth:`distribute`.
-        objective: the loss.
-        device: device of the batches.
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.
@@ -90,15 +87,6 @@ class Plain:
     # -------------------------------------------------------------------------------- before the first step
 
     @classmethod
-    def place(
-        cls, config: Config, model: nn.Module, optimizer: Optimizer, device: torch.device, plan: Plan | None
-    ) -> Any:
-        """The model with its plan, on this rank."""
-        if plan is not None:
-            plan.apply(model)
-        return model
-
-    @classmethod
     def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
         """The ``DistributedOptimizer`` of a run, sharded if configured. Collective.
 
@@ -108,13 +96,10 @@ class Plain:
         Raises:
             ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
         """
-        options = _options_of_shards(config, model)
-        try:
-            return _distributed(config, model, optimizer, aliases, options)
-        except (ValueError, OSError) as error:
-            if not options:
-                raise
-            raise ConfigError(f"shard {config.shard}: {error}") from None
+        if not config.shard.stage:
+            return _distributed(config, model, optimizer, aliases)
+        with config_errors(OSError, about=f"shard {config.shard}"):
+            return _distributed(config, model, optimizer, aliases)
 
     # -------------------------------------------------------------------------------- in each step
 
@@ -148,7 +133,7 @@ class Plain:
     def clip(self, norm: float) -> None:
         """Clips the reduced gradients."""
         self._precision.unscale(self._optimizer)
-        self._clip_unscaled(norm)
+        clip_grad_norm_(self._model.parameters(), norm)
 
     def step(self, accumulated: Sequence[Accumulated]) -> None:
         """The optimizer's step, on what :meth:`run` has returned."""
@@ -163,8 +148,7 @@ class Plain:
 
     def add_up(self, values: Tensor) -> Tensor:
         """The sum of the rows of all parts; ``values`` has those of this rank's. Collective."""
-        total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
-        return total
+        return hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
 
     def facts(self) -> dict[str, float]:
         """Further numbers of an entry of the log, the same on every rank."""
@@ -238,20 +222,11 @@ class Plain:
         for buffer, before in zip(self._model.buffers(), self._buffers):
             buffer.copy_(before)
 
-    def _clip_unscaled(self, norm: float) -> None:
-        clip_grad_norm_(self._model.parameters(), norm)
-
 
 class Stages(Plain):
     """Pipeline stages: the model is a :class:`~hvd_ckpt.Pipeline`, whose stages compute the parts of a batch together."""
 
     _model: Any
-
-    @classmethod
-    def place(
-        cls, config: Config, model: nn.Module, optimizer: Optimizer, device: torch.device, plan: Plan | None
-    ) -> Any:
-        return cut_into_stages(model, optimizer, config, device, plan)
 
     @classmethod
     def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
@@ -267,7 +242,7 @@ class Stages(Plain):
 
     def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
         self._model.micro_batches = micro_batches
-        accumulated: Accumulated = self._model.accumulate(
+        return self._model.accumulate(
             batch,
             lambda output, targets: self._objective.loss(output, Batch((), targets)),
             weight=self._objective.weight if samples else _nothing,
@@ -275,10 +250,6 @@ class Stages(Plain):
             backward=self._backward,
             forward_context=self._precision.autocast,
         )
-        return accumulated
-
-    def _clip_unscaled(self, norm: float) -> None:
-        self._model.clip_grad_norm_(norm)
 
 
 class Replicas(Plain):
@@ -288,11 +259,8 @@ class Replicas(Plain):
 
     @classmethod
     def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        options = {**_options_of_shards(config, model), "model": model, "replicas": config.replicas}
-        try:
-            distributed = _distributed(config, model, optimizer, aliases, options)
-        except (ValueError, OSError) as error:
-            raise ConfigError(str(error)) from None
+        with config_errors(OSError):
+            distributed = _distributed(config, model, optimizer, aliases)
         distributed.replicas.seed = config.seed
         return distributed
 
@@ -355,7 +323,23 @@ class Local(Plain):
 
     @classmethod
     def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        return make_local(optimizer, model, config)
+        local = config.local
+        assert local is not None
+        momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
+        with config_errors(OSError, about=f"local {local}"):
+            return LocalSGD(
+                optimizer,
+                list(model.named_parameters()),
+                every=local.every,
+                outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
+                fragments=local.fragments,
+                delay=local.delay,
+                wire=local.wire,
+                within=local.within,
+                shard=_shard(config),
+                model=model,
+                elastic=True,
+            )
 
     def skip(self) -> None:
         with span("update"), self._optimizer.skip_synchronize():
@@ -388,8 +372,7 @@ class Local(Plain):
         return {"divergence": self._optimizer.divergence}
 
     def may_commit(self, step: int) -> bool:
-        in_sync: bool = self._optimizer.in_sync
-        return in_sync
+        return self._optimizer.in_sync
 
     def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
         terms = float(self._objective.weight(batch)) if samples else 0.0
@@ -408,28 +391,20 @@ def mode_of(config: Config) -> type[Plain]:
     return Stages if config.in_stages else Plain
 
 
-def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
-    """The options of a sharded optimizer; none without sharding."""
-    shard = config.shard
-    if not shard.stage:
-        return {}
-    how = Shard(
-        shard.states,
-        wire=shard.wire,
-        offload=shard.offload,
-        offload_folder=shard.folder,
-        within=shard.within,
+def _shard(config: Config) -> Shard:
+    given = config.shard
+    return Shard(
+        given.states, wire=given.wire, offload=given.offload, offload_folder=given.folder, within=given.within
     )
-    options = {
-        "shard": how,
-        "backward_passes_per_step": config.accumulate if shard.accumulate_locally else 1,
-    }
-    return {**options, "model": model} if shard.stage == 3 else options
 
 
-def _distributed(
-    config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases, options: dict[str, Any]
-) -> Any:
+def _distributed(config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+    shard, options = config.shard, dict[str, Any]()
+    if shard.stage:
+        options["shard"] = _shard(config)
+        options["backward_passes_per_step"] = config.accumulate if shard.accumulate_locally else 1
+    if shard.stage == 3 or config.replicas is not None:
+        options |= {"model": model, "replicas": config.replicas}
     distributed: Any = DistributedOptimizer(
         optimizer,
         named_parameters=[(aliases.get(name, name), weights) for name, weights in model.named_parameters()],

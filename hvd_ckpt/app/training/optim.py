@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.elementwise import optimizer_classes
 from hvd_ckpt.utils.text import SCHEDULES, unknown
 
@@ -52,8 +54,6 @@ def build_optimizer(
 
     Args:
         name: a class of torch.optim in lower case, such as ``adamw``.
-        model: the model whose parameters are optimized.
-        lr: the learning rate.
         weight_decay: weight decay of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
         layer_decay: factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al., 2020).
@@ -146,7 +146,6 @@ class Schedule:
 
     Attributes:
         name: one of :data:`~hvd_ckpt.utils.text.SCHEDULES`.
-        lr: the highest rate.
         steps: number of steps of the whole training.
         warmup: steps of the warm-up; the first has lr / warmup, the last lr.
 
@@ -190,3 +189,8 @@ class Schedule:
             return float(0.1 ** ((2 * step >= self.steps) + (4 * step >= 3 * self.steps)))
         done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
         return 1 - done if self.name == "linear" else (1 + math.cos(math.pi * done)) / 2
+
+
+def averaged(optimizer: Any, decay: float) -> AveragedWeights:
+    """The exponential moving average of a ``DistributedOptimizer``'s weights, which begins with them."""
+    return AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(decay))

@@ -3,54 +3,58 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
-from hvd_ckpt.app.training.modes import Stages, mode_of
-from hvd_ckpt.app.training.prepare import OneRank, Start
+from hvd_ckpt.app.training.field_types import Planned
 from hvd_ckpt.app.training.resume import plan_text
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
+from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.snapshots.fits import state_after_a_step
+from hvd_ckpt.sharding.state import state_after_a_step
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.text import show_bytes
 
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
-def choose_plan(config: Config, one: OneRank, start: Start) -> tuple[Plan | None, str | None]:
-    """The configured plan, written to ``plan.json``, and its text. Collective.
+
+def choose_plan(trainer: Trainer, resumed: Snapshot | None) -> tuple[Plan | None, str | None]:
+    """The configured plan of a run that is not distributed yet, written to ``plan.json``, and its text. Collective.
 
     Planning runs the whole model, to which the plan is not applied yet, on the first samples.
 
     Raises:
         ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; raised on every rank.
     """
+    config = trainer.config
     if config.budget is None and config.plan is None:
         return None, None
-    file, first = start.folder / "plan.json", current().number == 0
-    text = plan_text(config, start.snapshot)  # of the run's earlier plan, if it is still valid
+    file, first = trainer.folder / "plan.json", current().number == 0
+    text = plan_text(config, resumed)  # of the run's earlier plan, if it is still valid
     # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
     if text is not None:
         with errors_everywhere("hvd_ckpt.train.plan_file"):
             if first:
                 write_text(text, file)
     if text is None and config.plan is None:
-        chosen = _make_plan(config, one)
+        chosen = _make_plan(trainer)
     else:
         with errors_everywhere("hvd_ckpt.train.plan"):
             chosen = load_plan(
-                Path(str(config.plan)) if text is None else file, one.parts.model, config.precision
+                Path(str(config.plan)) if text is None else file, trainer.model, config.precision
             )
-            _check_layout(chosen, config)
+            _check_stages(chosen, config)
     if first:
         chosen.save(file)
         text = file.read_text("utf-8")
@@ -58,43 +62,58 @@ def choose_plan(config: Config, one: OneRank, start: Start) -> tuple[Plan | None
 
 
 @watchdog.unlimited()
-def _make_plan(config: Config, one: OneRank) -> Plan:
+def _make_plan(trainer: Trainer) -> Plan:
     """A plan for steps of micro-batches."""
-    assert config.budget is not None
-    (model, objective, train, _), device = one.parts, one.device
-    count = min(config.micro_batch, len(train))
+    config, model, objective = trainer.config, trainer.model, trainer.objective
+    count = min(config.micro_batch, len(trainer.train))
     with errors_everywhere("hvd_ckpt.train.sample"):
-        sample = train.batch(range(count), [0] * count).to(device)
-    layout: StageLayout | None = None
-    if stages := _layout_of(config):
-        layout = StageLayout(
-            stages["stages"],
-            stages["accumulate"],
-            stages["schedule"],
-            stages["virtual_stages"],
-            _param_scale(one.optimizer, config),
-        )
-        if current().number == 0:
-            # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
-            model.to(device)
+        batch = trainer.train.batch(range(count), [0] * count).to(trainer.device)
+    if config.in_stages and current().number == 0:
+        # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
+        model.to(trainer.device)
     try:
-        return plan(
-            model,
-            *sample.inputs,
-            kwargs=sample.shared,
-            loss=lambda output: objective.loss(output, sample),
-            budget=config.budget.limit,
-            autocast=AUTOCAST.get(config.precision),
-            chunk_head=config.budget.chunk_head,
-            verbose=True,
-            cache=config.budget.cache,
-            layout=layout,
-        )
+        sample = Sample(batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
+        return plan_for(config, model, sample, trainer.optimizer)
     except ValueError as error:
         raise ConfigError(f"budget {config.budget}: {error}") from None
     finally:
-        if layout is not None:
+        if config.in_stages:
             model.to("cpu")
+
+
+def plan_for(config: Config, model: nn.Module, sample: Sample, optimizer: torch.optim.Optimizer) -> Plan:
+    """The plan that a configuration asks for, or the fastest one. Collective in a job.
+
+    Args:
+        sample: a micro-batch.
+        optimizer: optimizer of the model, not yet distributed.
+
+    Raises:
+        ValueError, BudgetError: as of :func:`hvd_ckpt.plan`.
+    """
+    budget = config.budget or Planned(limit="fastest")
+    layout = None
+    if config.in_stages:
+        pipeline = config.pipeline
+        layout = StageLayout(
+            pipeline.stages,
+            config.accumulate,
+            pipeline.schedule,
+            pipeline.virtual_stages_of_each,
+            _param_scale(optimizer, config),
+        )
+    return plan(
+        model,
+        *sample.args,
+        kwargs=sample.kwargs,
+        loss=sample.loss,
+        budget=budget.limit,
+        autocast=AUTOCAST.get(config.precision),
+        chunk_head=budget.chunk_head,
+        verbose=True,
+        cache=budget.cache,
+        layout=layout,
+    )
 
 
 def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
@@ -112,41 +131,28 @@ def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
         (1, config.shard.stage > 1),
         (1, config.shard.stage > 2),
     )
-    return sum(part / hvd.size() if split else float(part) for part, split in parts)
+    return sum(part / current().replicas if split else float(part) for part, split in parts)
 
 
-def _check_layout(made: Plan, config: Config) -> None:
+def _check_stages(made: Plan, config: Config) -> None:
     """Raises ConfigError if a plan is for other pipeline stages than configured."""
-    cuts, layout = made.pipeline, _layout_of(config)
-    planned: dict[str, Any] = {}
-    if cuts is not None:
-        planned = {
-            "stages": cuts.stages,
-            "accumulate": cuts.micro_batches,
-            "schedule": cuts.schedule,
-            "virtual_stages": cuts.virtual_stages,
-        }
-    if bool(planned) != bool(layout):
-        other = f"in {planned['stages']} stages" if planned else "without stages"
+    cuts, pipeline = made.pipeline, config.pipeline
+    if (cuts is not None) != config.in_stages:
+        other = "without stages" if cuts is None else f"in {cuts.stages} stages"
         raise ConfigError(
-            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --stages {layout.get('stages', 1)}`"
+            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --pipeline {pipeline.stages}`"
         )
-    for setting, expected in planned.items():
-        given = layout[setting]
-        if expected != given:
-            raise ConfigError(f"{setting} {given}: the plan {config.plan} was made for {expected}, give that")
-
-
-def _layout_of(config: Config) -> dict[str, Any]:
-    """The settings of the pipeline that a plan is for; empty without stages."""
-    if mode_of(config) is not Stages:
-        return {}
-    return {
-        "stages": config.pipeline.stages,
-        "accumulate": config.accumulate,
-        "schedule": config.pipeline.schedule,
-        "virtual_stages": config.pipeline.virtual_stages_of_each,
-    }
+    if cuts is not None:
+        for setting, planned, given in (
+            ("stages", cuts.stages, pipeline.stages),
+            ("accumulate", cuts.micro_batches, config.accumulate),
+            ("schedule", cuts.schedule, pipeline.schedule),
+            ("virtual_stages", cuts.virtual_stages, pipeline.virtual_stages_of_each),
+        ):
+            if planned != given:
+                raise ConfigError(
+                    f"{setting} {given}: the plan {config.plan} was made for {planned}, give that"
+                )
 
 
 def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:

@@ -1,10 +1,9 @@
-"""The output of a run: progress on rank 0's terminal, logs, and a plot of the loss."""
+"""The output of a run: lines of progress of rank 0, and logs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 import sys
 import time
@@ -15,18 +14,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TextColumn
 from torch import Tensor
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.callbacks import Callbacks
-from hvd_ckpt.app.training.logs import KEYS, TIMES, Logs, loss_plot
+from hvd_ckpt.app.training.logs import KEYS, TIMES, Logs
 from hvd_ckpt.app.training.modes import Plain
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.launchers import launcher_terminal
-from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.spans import KINDS, SpanTimes, recording
 from hvd_ckpt.utils.text import Heartbeat, elapsed, show_bytes
 
@@ -37,12 +31,7 @@ class Meter:
     It runs from the moment it is made, or from :meth:`start`.
 
     Args:
-        device: device of the steps.
-        clock: returns seconds.
         parts: number of parts of a batch, which are added up separately: this rank's logical replicas, or 1.
-
-    Attributes:
-        spans: spans of the steps.
     """
 
     def __init__(
@@ -127,73 +116,42 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
 
-class ProgressLine:
-    """Shows records: on a terminal one live line, with evaluations above it; elsewhere a line for each, and one at least every 30
-    seconds. A context manager.
+class ProgressLines(Heartbeat):
+    """Prints a line for each record, and one at least every 30 seconds, on standard error. A context manager.
 
     Args:
-        steps: number of steps of the whole run.
         start: steps taken before a resume.
-        console: by default the launcher's terminal, if it has one, else standard error.
         peak: measured peak of a step, in words, shown in place of the process's.
     """
 
     def __init__(
-        self, steps: int, start: int = 0, console: Console | None = None, peak: str | None = None
+        self,
+        steps: int,
+        start: int = 0,
+        peak: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or _console()
-        self._steps, self._step, self._peak = steps, start, peak
-        self._last: Mapping[str, Any] = {}
-        self._perplexity = ""
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            refresh_per_second=2,
-            speed_estimate_period=600,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=steps, completed=start)
-        self._beat = Heartbeat(lambda: self.say("  ".join(self._parts({}))))
+        self._steps, self._step, self._first, self._peak = steps, start, start, peak
+        self._clock, self._since = clock, clock()
+        super().__init__(lambda: self.show({}))
 
     def __enter__(self) -> Self:
-        self._progress.start()
-        # A live line says by itself that the run goes on.
-        if self._progress.disable:
-            self._beat.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._beat.__exit__()
-        self._progress.stop()
+        self._since = self._clock()
+        return super().__enter__()
 
     def advance(self, step: int) -> None:
         """Notes that a step is done."""
         self._step = step
-        self._update()
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Shows a record; see :mod:`~hvd_ckpt.app.training.logs`."""
-        self._step = record["step"]
-        training = record["kind"] == "train"
-        if training:
-            self._last = record
-        elif "perplexity" in record:
-            self._perplexity = f"perplexity {record['perplexity']:.5g} at step {record['step']}"
-        self._update()
-        if not training or self._progress.disable:
-            self.say("  ".join(self._parts(record)))
+        """Shows a record, see :mod:`~hvd_ckpt.app.training.logs`; an empty one is the position of the run."""
+        self._step = record.get("step", self._step)
+        self.say("  ".join(self._parts(record)))
 
     def say(self, text: str) -> None:
-        """Shows one line of text, above the live line."""
-        self._beat.said()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _update(self) -> None:
-        self._progress.update(self._task, completed=self._step)
-        if not self._progress.disable:
-            parts = [*self._parts(self._last), *filter(None, [self._perplexity])]
-            text = "  ".join(parts)[: max(self._console.width - 1, 20)]
-            self._progress.update(self._task, description=text)
+        """Shows one line of text."""
+        self.said()
+        print(text, file=sys.stderr, flush=True)
 
     def _parts(self, record: Mapping[str, Any]) -> list[str]:
         parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
@@ -215,27 +173,13 @@ class ProgressLine:
         if "samples" in record:
             parts.append(f"over {record['samples']} samples")
         if record.get("kind") != "eval":
-            left = self._progress.tasks[self._task].time_remaining
-            parts.append(f"{elapsed(math.nan if left is None else left)} left")
+            taken, seconds = self._step - self._first, self._clock() - self._since
+            left = seconds / taken * (self._steps - self._step) if taken else math.nan
+            parts.append(f"{elapsed(left)} left")
         if step := record.get("step_seconds"):
             shares = {kind: record[f"{kind}_seconds"] / step for kind in KINDS}
             parts.append(", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.01))
         return list(filter(None, parts))
-
-
-def _console() -> Console:
-    """The launcher's terminal, or standard error."""
-    console = Console(stderr=True)
-    path = None if console.is_terminal else launcher_terminal()
-    if path is None:
-        return console
-    # A launched process has no terminal, and the one that is opened must not become its controlling terminal.
-    try:
-        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
-        width = os.get_terminal_size(terminal).columns
-        return Console(file=os.fdopen(terminal, "w", encoding="utf-8"), width=width or None)
-    except OSError:
-        return console
 
 
 def quantity(value: float, unit: str) -> str:
@@ -254,8 +198,6 @@ class Report:
         mode: mode of the run, which adds up the counts of its ranks.
         line: on rank 0, where records are shown.
         start: steps taken before; records of later ones are dropped from the logs.
-        unit: unit of throughput.
-        callbacks: callbacks of this process.
 
     Attributes:
         meter: counts what the next entry of the log says.
@@ -266,7 +208,7 @@ class Report:
         self,
         folder: Path,
         mode: Plain,
-        line: ProgressLine | None,
+        line: ProgressLines | None,
         *,
         start: int,
         unit: str,
@@ -331,17 +273,6 @@ class Report:
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the result of an evaluation."""
         self._write({"step": step, "kind": "eval", **means, "seconds": seconds})
-
-    def draw(self) -> None:
-        """Draws the loss over the steps, on rank 0."""
-        if current().number != 0:
-            return
-        try:
-            loss_plot(self._folder / "log.jsonl", self._folder / "loss.png", self._mode.config.model)
-        except (OSError, ValueError) as error:
-            self.say(f"Warning: no plot of the loss: {error}")
-        except ImportError as error:
-            self.say(f"No plot of the loss: {explain_import_error(error) or error}")
 
     def _write(self, record: dict[str, Any]) -> None:
         """Writes and shows a record. A log that cannot be written is a warning: it must not end the training."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,19 +15,17 @@ import horovod.torch as hvd
 import torch
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.stopping import forget_file
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.snapshots import fits, state
-from hvd_ckpt.snapshots.loading import reading_weights
-from hvd_ckpt.snapshots.reader import Snapshot, find, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots import state
+from hvd_ckpt.snapshots.fits import check_fits
+from hvd_ckpt.snapshots.model import ModelTensors
+from hvd_ckpt.snapshots.reader import Snapshot, find_in
+from hvd_ckpt.snapshots.schema import MAX_RANKS
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
-from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
@@ -55,11 +51,6 @@ class ResumePoint:
 
     folder: Path
     snapshot: Snapshot | None = None
-
-    def read(self) -> Snapshot | None:
-        """The state to resume from; None for the beginning."""
-        # A new object: in an elastic job, each start reads values of its own.
-        return None if self.snapshot is None else dataclasses.replace(self.snapshot)
 
 
 def find_resume_point(config: Config) -> ResumePoint:
@@ -87,21 +78,20 @@ def find_resume_point(config: Config) -> ResumePoint:
 
 
 def _resumed(path: Path) -> ResumePoint:
-    # The folder of one snapshot: the run resumes from it even if it has later ones.
-    if (path / "manifest.json").is_file():
-        path = path.resolve()
+    path = path.resolve()
+    # In the folder of one snapshot, the run resumes from it even if it has later ones.
+    snapshot = find_in(path)
+    if snapshot is not None and snapshot.path == path:
         if path.parent.name != "snapshots":
             raise ValueError(
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
-        return ResumePoint(path.parent.parent, open_snapshot(path))
-    newest = find(path / "snapshots")
-    if newest is None and not (path / "config.yaml").is_file():
+        return ResumePoint(path.parent.parent, snapshot)
+    if snapshot is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    if newest is None:
+    if snapshot is None:
         run_warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.")
-        return ResumePoint(path.resolve())
-    return ResumePoint(path.resolve(), dataclasses.replace(newest, path=newest.path.resolve()))
+    return ResumePoint(path, snapshot)
 
 
 # ------------------------------------------------------------------------------------ state of a run
@@ -124,7 +114,6 @@ class Progress(Strict):
     Attributes:
         step: optimizer steps taken.
         position: samples that are used up.
-        epoch, epoch_start: for a stream of the user: the pass to continue with, and the position at which it begins.
         best: the lowest loss of an evaluation that was due.
         waited: evaluations since then.
         pending_evaluation: whether the run was stopped where an evaluation is due, which comes first when it resumes.
@@ -134,8 +123,6 @@ class Progress(Strict):
 
     step: Count = 0
     position: Count = 0
-    epoch: Count = 0
-    epoch_start: Count = 0
     best: Annotated[float, NUMBER] | None = None
     waited: Count = 0
     pending_evaluation: bool = False
@@ -162,16 +149,13 @@ class _Replicated(ReplicatedState):
     samples: Positive
     logged: list[Logged] | None = None
 
-    @property
-    def number_of_replicas(self) -> int | None:
-        """Of logical replicas; None without them."""
-        return None if self.replicas is None else self.replicas.number
-
     @model_validator(mode="after")
     def _has_entries(self) -> _Replicated:
-        number = self.number_of_replicas
+        number = None if self.replicas is None else self.replicas.number
         if number is not None and len(self.logged or ()) != number:
             raise ValueError(f"logged must be those of {number} replicas")
+        if self.config.get("replicas") != number:
+            raise ValueError("replicas must be the state of as many replicas as config says")
         return self
 
 
@@ -185,49 +169,17 @@ class _PerRank(PerRankState):
 
 
 def check_state(resumed: Snapshot) -> None:
-    """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
-    with _naming(resumed, DAMAGED):
-        replicated = state.check_state(resumed, _Replicated, _PerRank)
-        _check_config(replicated.config)
-        if replicated.config["replicas"] != replicated.number_of_replicas:
-            raise Wrong("replicated.replicas must be the state of as many replicas as replicated.config says")
-
-
-def _check_config(value: dict[str, Any]) -> None:
-    for name in (*FIXED, *PLANNED, *OF_A_PERIOD):
-        if name not in value:
-            raise Wrong(f"replicated.config has no {name}")
-    try:
-        # A damaged file may hold settings that no run accepts.
-        made = Config.make(value)
-    except ConfigError as error:
-        raise Wrong(f"replicated.config: {error}") from None
-    for name, setting in made.as_dict().items():
-        # A value that validation has changed was not written by a run: True for 1, or 1 for 1.0.
-        if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
-            raise Wrong(f"replicated.config.{name} is not a value that a run writes")
-
-
-@contextmanager
-def _naming(resumed: Snapshot, way_out: str) -> Iterator[None]:
-    try:
-        yield
-    except Wrong as error:
-        raise ConfigError(
-            f"resume: the snapshot of step {resumed.step} cannot be used: {error}: {way_out}"
-        ) from None
-
-
-def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
-
-    Args:
-        resumed: that :func:`check_state` has passed.
-        model: the model that will have these weights.
-        optimizer: as it was made, not yet distributed.
-    """
-    with _naming(resumed, "give the settings that the run had, or another snapshot"):
-        fits.check_fits(resumed, model, optimizer)
+    """Raises SnapshotError unless it holds what a run writes, by keys, types and ranges; names the first that is wrong."""
+    with resumed.comparing():
+        config = state.check_state(resumed, _Replicated, _PerRank).config
+        for name in (*FIXED, *PLANNED):
+            if name not in config:
+                raise Wrong(f"replicated.config has no {name}")
+        try:
+            # A damaged file may hold settings that no run accepts.
+            Config.make(config)
+        except ConfigError as error:
+            raise Wrong(f"replicated.config: {error}") from None
 
 
 def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
@@ -247,7 +199,6 @@ def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
             f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
             "data, sequence_length and validation_split"
         )
-    check_period(config, resumed)
 
 
 # ------------------------------------------------------------------------------------ loading
@@ -269,14 +220,16 @@ def read_snapshot(
     Raises:
         ConfigError, SnapshotError: the snapshot cannot be used, or is of another run.
     """
-    snapshot = point.read()
-    if snapshot is not None:
-        check_state(snapshot)
-        check_resumed(config, samples, snapshot)
-        check_fits(snapshot, model, optimizer)
-        # On the first rank, which reads those of all: the others get its weights before the first step, as in every start.
-        if hvd.rank() == 0:
-            reading_weights(snapshot, model)()
+    if point.snapshot is None:
+        return None
+    # A new object: in an elastic job, each start reads values of its own.
+    snapshot = dataclasses.replace(point.snapshot)
+    check_state(snapshot)
+    check_resumed(config, samples, snapshot)
+    check_fits(snapshot, model, optimizer)
+    # On the first rank, which reads those of all: the others get its weights before the first step, as in every start.
+    if hvd.rank() == 0:
+        ModelTensors(model).reading(snapshot)()
     return snapshot
 
 
@@ -288,10 +241,3 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
     same = all(then[name] == now for name, now in config.as_dict().items() if name in PLANNED)
     same = same and then.get("tensor", 1) == config.tensor
     return text if same else None
-
-
-def average_weights(optimizer: Any, decay: float | None) -> AveragedWeights | None:
-    """The exponential moving average of a ``DistributedOptimizer``'s weights, which begins with them; None without a decay."""
-    if decay is None:
-        return None
-    return AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]

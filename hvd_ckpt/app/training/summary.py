@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.modes import Replicas, Stages, mode_of
-from hvd_ckpt.app.training.own import Stream
-from hvd_ckpt.app.training.prepare import OneRank, Start
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.runtime import controller
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.text import show_bytes
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
 DEFAULT_DATA = {
     "tokens": "the standard library's source",
@@ -28,16 +30,14 @@ class DryRun(Exception):
     """The configuration asks for the summary of the run alone."""
 
 
-def print_summary(config: Config, one: OneRank, start: Start) -> None:
-    """Prints on rank 0 what a run is about to do, and what has changed since the snapshot from which it resumes.
-
-    Raises:
-        DryRun: the configuration asks for nothing else; on every rank.
-    """
+def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
+    """Prints on rank 0 what a run is about to do, and what has changed since the snapshot from which it resumes. Raises DryRun on
+    every rank if the configuration asks for nothing else."""
+    config = trainer.config
     if current().number == 0:
-        (model, objective, train, test), device = one.parts, one.device
-        taken, steps = start.progress.step, start.steps
-        parameters = list(model.parameters())
+        objective, train, test = trainer.objective, trainer.train, trainer.test
+        taken, steps = trainer.progress.step, trainer.steps
+        parameters = list(trainer.model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
         size = sum(parameter.nbytes for parameter in parameters)
         units, unit = objective.units(train.batch([0], [0])), objective.unit
@@ -46,25 +46,25 @@ def print_summary(config: Config, one: OneRank, start: Start) -> None:
         source = config.data or default or type(train).__name__
         samples = config.global_batch(hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
+        owners = {Replicas: f"of each of {config.replicas} replicas", Stages: "on each replica"}
+        owner = owners.get(mode_of(config), "on each rank")
         split = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
-        known = None if isinstance(train, Stream) else len(train)
-        epochs = "" if known is None else f" ({(steps - taken) * samples / known:.3g} epochs)"
-        amount = "a stream" if known is None else f"{known:,} samples"
         lines = {
             "model": f"{config.model}: {count:,} parameters, {show_bytes(size)}; {config.precision}",
-            "data": f"{source}: {amount} to train on, {len(test or ()):,} to evaluate on",
-            "step": f"{config.batch} samples {_owners(config)}{split}: {samples:,} samples{each}",
-            "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
+            "data": f"{source}: {len(train):,} samples to train on, {len(test or ()):,} to evaluate on",
+            "step": f"{config.batch} samples {owner}{split}: {samples:,} samples{each}",
+            "steps": f"{steps - taken:,} ({(steps - taken) * samples / len(train):.3g} epochs); {config.optimizer}, learning rate "
+            f"{config.lr:g}, {config.schedule}",
             "memory": _recomputation(config)
             + (f"; sharded: {config.shard.states}" if config.shard.stage else ""),
-            "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
-            "folder": str(start.folder),
+            "ranks": f"{_ranks(config)} on {trainer.device}, CPU threads of each: {torch.get_num_threads()}",
+            "folder": str(trainer.folder),
         }
         if config.local is not None:
             lines["ranks"] += f"; local SGD, averages every {config.local.every} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
-        if start.snapshot is not None and (changes := _changes(config, start.snapshot)):
+        if resumed is not None and (changes := _changes(config, resumed)):
             lines["changed"] = "; ".join(changes)
         text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())
         print(text, file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
     sizes = current().size, config.global_batch(hvd.size())
-    sizes_before = resumed.ranks, then.global_batch(resumed.replicas)
+    sizes_before = resumed.manifest.ranks, then.global_batch(resumed.manifest.replicas)
     changes = []
     if sizes != sizes_before:
         (ranks, samples), (ranks_before, samples_before) = sizes, sizes_before
@@ -92,27 +92,16 @@ def _changes(config: Config, resumed: Snapshot) -> list[str]:
     ]
 
 
-def _owners(config: Config) -> str:
-    mode = mode_of(config)
-    if mode is Replicas:
-        return f"of each of {config.parts_of_batch(hvd.size())} replicas"
-    return "on each replica" if mode is Stages else "on each rank"
-
-
 def _ranks(config: Config) -> str:
     grid = current()
-    if grid.size == 1:
-        return "1"
-    stages, replicas = grid.stages, grid.replicas
+    stages, replicas, schedule = grid.stages, grid.replicas, config.pipeline.schedule
+    split = ""
     if grid.tensor > 1:
-        in_stages = f"{stages} pipeline stages ({config.pipeline.schedule}) of " if stages > 1 else ""
-        return f"{grid.size} over {controller()}, {in_stages}{replicas} x {grid.tensor} (replicas x parts of a layer),"
-    if stages == 1:
-        return f"{grid.size} over {controller()},"
-    each = "1 replica" if replicas == 1 else f"{replicas} replicas"
-    return (
-        f"{grid.size} over {controller()}, {stages} pipeline stages of {each} ({config.pipeline.schedule}),"
-    )
+        in_stages = f"{stages} pipeline stages ({schedule}) of " if stages > 1 else ""
+        split = f" {in_stages}{replicas} x {grid.tensor} (replicas x parts of a layer),"
+    elif stages > 1:
+        split = f" {stages} pipeline stages of {replicas} replica{'s' * (replicas > 1)} ({schedule}),"
+    return "1" if grid.size == 1 else f"{grid.size} over {controller()},{split}"
 
 
 def _recomputation(config: Config) -> str:

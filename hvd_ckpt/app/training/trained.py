@@ -11,8 +11,7 @@ from hvd_ckpt.app.datasets.text import TEXTS
 from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import find_tokenizer
-from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.own import of_own
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.utils.named import is_named
@@ -34,11 +33,6 @@ class Trained(NamedTuple):
     length: int
     tokenizer: Path | None
 
-    @property
-    def is_of_ids(self) -> bool:
-        """Whether it was trained on token ids."""
-        return self.config.data is not None and self.config.data.kind == "tokens"
-
 
 def settings_of(path: Path) -> Trained:
     """The run that wrote a snapshot.
@@ -59,37 +53,26 @@ def settings_of(path: Path) -> Trained:
         raise ConfigError(
             f"model {config.model}: only models of the catalogue and folders can be made for this: {way_out}"
         )
-    try:
+    with config_errors(about=f"model {config.model}"):
         entry = catalog.find(config.model)
-    except ValueError as error:
-        raise ConfigError(f"model {config.model}: {error}") from None
-    if entry.kind not in TEXTS or of_own(config):
+    if entry.kind not in TEXTS or (config.data is not None and config.data.is_function):
         raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
     tokenizer = find_tokenizer(config, entry.folder)
     return Trained(config, config.sequence_length or entry.data.get("length", 128), tokenizer)
 
 
 def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
-    """The model of a run with these weights, in evaluation mode.
-
-    Raises:
-        ConfigError: they are not of this model.
-    """
+    """The model of a run with these weights, in evaluation mode; a ConfigError if they are not of this model."""
     try:
-        facts = {"vocabulary": len(_embeddings(weights)), "length": run.length}
+        embeddings = next((weights[name] for name in EMBEDDINGS if name in weights), None)
+        if embeddings is None or embeddings.dim() != 2:
+            raise ValueError("the snapshot has no token embeddings of such a model")
+        facts = {"vocabulary": len(embeddings), "length": run.length}
         model = catalog.find(run.config.model).build(facts, run.config.model_options)
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
     return model.eval()
-
-
-def _embeddings(weights: dict[str, Tensor]) -> Tensor:
-    """The weights of the token embeddings. Raises ValueError if the model has no such weights."""
-    weight = next((weights[name] for name in EMBEDDINGS if name in weights), None)
-    if weight is None or weight.dim() != 2:
-        raise ValueError("the snapshot has no token embeddings of such a model")
-    return weight
 
 
 def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
@@ -104,14 +87,13 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
             f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
         )
     model.transformers_model.save_pretrained(path)
-    if run.tokenizer is None and run.is_of_ids:
+    if run.tokenizer is None and run.config.data is not None and run.config.data.kind == "tokens":
         # Nothing tells what the ids stand for, so the folder has no tokenizer.
         return
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, special = _tokenizer_of(run)
-    make: Any = PreTrainedTokenizerFast
-    make(
+    PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=run.length, clean_up_tokenization_spaces=False, **special
     ).save_pretrained(path)
 

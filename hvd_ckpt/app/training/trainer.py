@@ -18,30 +18,41 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.build import Assembly
-from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.ending import check_weights, config_errors, errors_everywhere
-from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
+from hvd_ckpt.app.training.build import Assembly, check_functions
+from hvd_ckpt.app.training.callbacks import callbacks_of
+from hvd_ckpt.app.training.config import Config, config_errors
+from hvd_ckpt.app.training.ending import check_weights, errors_everywhere
+from hvd_ckpt.app.training.evaluation import evaluate
+from hvd_ckpt.app.training.field_types import traced_steps
+from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
 from hvd_ckpt.app.training.modes import Parts, mode_of
-from hvd_ckpt.app.training.own import Stream
+from hvd_ckpt.app.training.optim import Schedule, averaged, build_optimizer, freeze
 from hvd_ckpt.app.training.plans import choose_plan, planned_peak
-from hvd_ckpt.app.training.prepare import OneRank, Start
 from hvd_ckpt.app.training.profiling import StepTrace
-from hvd_ckpt.app.training.report import ProgressLine, Report
-from hvd_ckpt.app.training.resume import ResumePoint, average_weights
+from hvd_ckpt.app.training.report import ProgressLines, Report
+from hvd_ckpt.app.training.resume import Progress, ResumePoint, find_resume_point, read_snapshot
 from hvd_ckpt.app.training.summary import print_summary
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.data.sampler import Loader
+from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
+from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
+from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.snapshots.content import SavedState
+from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.utils.spans import span
+
+DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -106,56 +117,116 @@ class Trainer:
         point: ResumePoint | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
+        self.model = model
         self._evaluation: dict[str, float] = {}
-        one = OneRank.make(config, Assembly(model, objective, train, test))
-        self.device, self.precision = one.device, one.precision
-        self.sampler = one.sampler
+        self._prepare()
         with ExitStack() as undo:
             # Compared with a whole model and the optimizer of one rank, so read before these are distributed.
-            start = Start.find(config, one, point, undo)
-            self.folder, self.progress, self.steps = start.folder, start.progress, start.steps
-            self.schedule, self._first_ranks = start.schedule, start.first_ranks
-            print_summary(config, one, start)
-            self.plan, self.plan_text = choose_plan(config, one, start)
-            self._distribute(one)
+            snapshot, lock = self._find_start(point, undo)
+            print_summary(self, snapshot)
+            self.plan, self.plan_text = choose_plan(self, snapshot)
+            self._distribute()
             # A folder must be empty to be given for a run, and that of a run that cannot start can be given again.
             with errors_everywhere("hvd_ckpt.train.config"):
                 if current().number == 0:
                     config.write_yaml(self.folder / "config.yaml")
-            self._load(start, one.callbacks)
+            self._load(snapshot, lock)
             undo.pop_all()  # from here on the folder is with the snapshots
 
-    def _distribute(self, one: OneRank) -> None:
+    def _prepare(self) -> None:
+        """Model and optimizer of one rank. The model is on its device, except where it is to be cut into stages."""
+        config = self.config
+        # Nothing in it communicates, so that a rank that fails can tell the others.
+        with errors_everywhere("hvd_ckpt.train.settings"):
+            if config.deterministic:
+                use_deterministic_kernels()
+            if not config.verify.weights:
+                verify_weights(False)
+            self.device = device_of(config)
+            with config_errors(RuntimeError):
+                self.precision = Precision(config.precision, self.device.type)
+            self.sampler = DistributedSampler(
+                self.train, config.batch, seed=config.seed, epochs=config.epochs
+            )
+            self._callbacks = callbacks_of(config)
+            if config.freeze is not None:
+                freeze(self.model, config.freeze)
+            self.model = prepare_model(self.model, config, self.device)
+            self.optimizer = build_optimizer(
+                config.optimizer,
+                self.model,
+                config.lr,
+                config.weight_decay,
+                options=config.optimizer_options,
+                layer_decay=config.layer_decay,
+            )
+            check_functions(config, Assembly(self.model, self.objective, self.train, self.test))
+        # Parts compare their models, so that this communicates.
+        if config.tensor > 1:
+            with config_errors():
+                tensor_parallel(self.model)
+
+    def _find_start(
+        self, point: ResumePoint | None, undo: ExitStack
+    ) -> tuple[Snapshot | None, FolderLock | None]:
+        """The snapshot to resume from, whose weights rank 0 has loaded, or None; and, on the first process, the lock of the folder,
+        which ``undo`` releases."""
+        config, lock = self.config, None
+        point = point or find_resume_point(config)
+        self.folder = point.folder
+        with errors_everywhere("hvd_ckpt.train.snapshot"):
+            if current().number == 0 and not config.dry_run:
+                lock = FolderLock(point.folder)
+                undo.callback(lock.release)
+            snapshot = read_snapshot(point, config, len(self.train), self.model, self.optimizer)
+            self.progress, self._first_ranks = Progress(), hvd.size()
+            if snapshot is not None:
+                self.progress = Progress(**snapshot.replicated["progress"])
+                self._first_ranks = snapshot.replicated["ranks"]
+            progress = self.progress
+            left = self.sampler.batches_left(progress.position, config.global_batch(hvd.size()))
+            self.steps = (config.steps or DEFAULT_STEPS) if left is None else progress.step + left
+            if config.profile is not None and traced_steps(config.profile)[0] > self.steps:
+                raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
+            scales = is_elastic() and mode_of(config).scales_rate
+            rate = config.lr * (hvd.size() / self._first_ranks if scales else 1.0)
+            self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup)
+        return snapshot, lock
+
+    def _distribute(self) -> None:
         """Stages, the weights of rank 0, and the optimizer of all ranks, whose hooks need the modules that the plan has changed."""
-        config, Mode, model = self.config, mode_of(self.config), one.parts.model
+        config, Mode = self.config, mode_of(self.config)
         # The names of tied parameters, before the model is cut into stages.
-        aliases = ModelTensors(model).aliases
-        model = Mode.place(config, model, one.optimizer, one.device, self.plan)
+        aliases = ModelTensors(self.model).aliases
+        model = self.model
+        if config.in_stages:
+            model = cut_into_stages(model, self.optimizer, config, self.device, self.plan)
+        elif self.plan is not None:
+            self.plan.apply(model)
         broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = Mode.distribute(config, model, one.optimizer, aliases)
-        self.model, self.optimizer = one.precision.prepare(model, optimizer)
+        optimizer = Mode.distribute(config, model, self.optimizer, aliases)
+        self.model, self.optimizer = self.precision.prepare(model, optimizer)
         # The state of shards is different on each rank.
         if Mode.same_state and not config.shard.stage:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
-        self.average = average_weights(self.optimizer, config.ema)
+        self.average = None if config.ema is None else averaged(self.optimizer, config.ema)
         self.mode = Mode(
-            config, self.model, self.optimizer, self.objective, precision=one.precision, device=one.device
+            config, self.model, self.optimizer, self.objective, precision=self.precision, device=self.device
         )
 
-    def _load(self, start: Start, callbacks: list[Any]) -> None:
+    def _load(self, snapshot: Snapshot | None, lock: FolderLock | None) -> None:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
         config, taken = self.config, self.progress.step
         seed_all(seed_of_rank(config.seed, taken))
-        line = (
-            ProgressLine(self.steps, taken, peak=planned_peak(self.plan)) if current().number == 0 else None
-        )
+        shows = current().number == 0
+        line = ProgressLines(self.steps, taken, planned_peak(self.plan)) if shows else None
         self.report = Report(
             self.folder,
             self.mode,
             line,
             start=taken,
             unit=self.objective.unit,
-            callbacks=callbacks,
+            callbacks=self._callbacks,
         )
         self.trace = StepTrace(config.profile, self.folder, self.report)
         self.snapshots = Snapshots(
@@ -168,11 +239,11 @@ class Trainer:
             blocking=config.blocking_snapshots,
             warn=lambda text: self.report.say(f"Warning: {text}"),
         )
-        self.snapshots.hold(start.lock)
-        if start.snapshot is not None:
+        self.snapshots.lock = lock
+        if snapshot is not None:
             with config_errors():
-                of_rank = self.snapshots.load(start.snapshot)
-                self.report.meter.load_pending(self.mode.logged_in(start.snapshot, of_rank))
+                of_rank = self.snapshots.load(snapshot)
+                self.report.meter.load_pending(self.mode.logged_in(snapshot, of_rank))
         self.reports = self.mode.reports(config, self.snapshots.stop, self.report.say)
 
     @property
@@ -199,9 +270,6 @@ class Trainer:
             SnapshotError: the last snapshot cannot be written; raised on every rank. Earlier failures only give a warning.
         """
         config, progress, count = self.config, self.progress, self.mode.parts
-        if isinstance(self.train, Stream):
-            # A stream has no numbered samples: it is read again from the pass that the snapshot names.
-            self.train.seek(progress.epoch, progress.epoch_start)
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, count
         )
@@ -228,9 +296,6 @@ class Trainer:
             outcome = Outcome(progress.step, self._evaluation, ended_early, self.folder, self.reports.stopped)
             self.reports.acknowledge()
             self.report.tell("on_end", outcome)
-        # A launcher may leave little time after a stop, and the run that resumes draws at its end.
-        if not outcome.stopped:
-            self.report.draw()
         return outcome
 
     def _finished(self) -> bool:
@@ -282,16 +347,19 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the validation split; the same on every rank. See :func:`~.evaluation.evaluate`."""
         assert self.test is not None
-        options = EvaluationOptions(
-            batch=self.config.micro_batch,
-            device=self.device,
-            autocast=self.precision.autocast,
-            batches=self.config.eval_batches,
-            parts=self.mode.parts,
-            in_step=self.mode.gathers_weights,
-        )
         with self.mode.evaluated():
-            return evaluate(self.model, self.test, self.objective, options, self.average)
+            return evaluate(
+                self.model,
+                self.test,
+                self.objective,
+                self.average,
+                batch=self.config.micro_batch,
+                device=self.device,
+                autocast=self.precision.autocast,
+                batches=self.config.eval_batches,
+                parts=self.mode.parts,
+                in_step=self.mode.gathers_weights,
+            )
 
     def state(self) -> SavedState:
         """All state that the run needs to resume, on each rank; see :meth:`Snapshots.commit`."""
@@ -318,10 +386,6 @@ class Trainer:
         progress = self.progress
         progress.step += 1
         progress.position = position
-        if isinstance(self.train, Stream):
-            # A rank has read as far as its own samples. All have read those of the first rank, so that pass is known to all.
-            first = position - self.mode.parts * hvd.size()
-            progress.epoch, progress.epoch_start = self.train.pass_of(first)
         units = sum(self.objective.units(batch) for batch, samples in parts if samples)
         self.report.add(progress.step, accumulated, units)
         self.trace.after(progress.step)
@@ -331,7 +395,8 @@ class Trainer:
         config, progress = self.config, self.progress
         last = progress.step == self.steps
         if progress.step % config.log_every == 0 or last or progress.step == 1:
-            self._log()
+            self.report.log(progress.step, self.schedule.rate(progress.step - 1))
+            self.reports.handle_waiting()
         if _due(config.verify.every, progress.step):
             check_weights(self.model)
         evaluation_due = _due(config.eval_every, progress.step)
@@ -347,11 +412,6 @@ class Trainer:
             with self.report.meter.excluded():
                 self.snapshots.begin(progress.step, **self._further_state())
         self._tell_of_snapshots()
-
-    def _log(self) -> None:
-        step = self.progress.step
-        self.report.log(step, self.schedule.rate(step - 1))
-        self.reports.handle_waiting()
 
     def _evaluate_and_report(self, due: bool) -> None:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""

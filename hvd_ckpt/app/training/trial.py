@@ -15,16 +15,18 @@ import horovod.torch as hvd
 
 from hvd_ckpt.app.training.build import assemble_in_turn
 from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.model import device_of
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
-from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
+from hvd_ckpt.utils.memory import bytes_alive, memory_of_tensors, memory_since, recording_peak
 
 RECORDED = 3  # the first steps, which recording slows down: a first one allocates what later ones use again
 ROUNDS = 4  # of trials in turn at most
 LEAST = 3  # settings that are tried in each of them
 SECONDS = 45.0  # of all trials, after which no further round begins
+NOT_TRIED = "it was not tried"
 OTHERS = ("epochs", "eval_every", "patience", "snapshot_every")  # settings of what is not in a step
 
 
@@ -68,11 +70,13 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
         config = Config.make({**others, "validation_split": 0.0, "steps": number, "output": f"{folder}/run"})
         for redirected in (contextlib.redirect_stdout, contextlib.redirect_stderr):
             stack.enter_context(redirected(io.StringIO()))
-        before = memory_of_tensors()
+        kind = device_of(config).type
+        before = memory_of_tensors(kind)
         trainer = Trainer(config, *assemble_in_turn(config))
-        held = bytes_since(before)
+        built = memory_since(before, kind)
+        held = bytes_alive(built)
         with contextlib.ExitStack() as recording:
-            memory = recording.enter_context(recording_peak(trainer.device))
+            recorded = recording.enter_context(recording_peak(trainer.device))
 
             def after_step() -> None:
                 if len(ends) == RECORDED - 1:
@@ -80,9 +84,11 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
                 ends.append(time.perf_counter())
 
             trainer.run(after_step)
+        # On a CPU, what was freed, such as the whole weights of a model in parts, does not lower what is recorded.
+        held = bytes_alive(built) if kind == "cpu" else held
     seconds = statistics.median(end - begin for begin, end in pairwise(ends[RECORDED - 1 :]))
-    found: list[Trial] = of_all_processes(Trial(seconds, held + memory.peak_bytes), "hvd_ckpt.trial")
-    return Trial(max(each.seconds for each in found), max(each.peak for each in found))
+    found: list[Trial] = of_all_processes(Trial(seconds, held + recorded.peak_bytes), "hvd_ckpt.trial")
+    return Trial(*map(max, zip(*found)))
 
 
 def compared(
@@ -98,35 +104,26 @@ def compared(
     each round, the faster half of those that stay within ``memory`` is tried again. Ctrl-C ends the trials, and those that have
     ended count.
     """
-    found: dict[int, list[Trial]] = {}
+    found: dict[int, Trial] = {}
     refused: dict[int, str] = {}
     start = time.perf_counter()
-
-    def fastest(number: int) -> float:
-        return min(each.seconds for each in found[number])
-
     with temporary_folder() as plans, contextlib.suppress(KeyboardInterrupt):
         running = list(range(len(candidates)))
         for rounds in range(ROUNDS):
             for number in running[:: -1 if rounds % 2 else 1]:
                 say(candidates[number])
                 try:
-                    made = trial(candidates[number], steps, plans)
-                    found.setdefault(number, []).append(made._replace(peak=made.peak + unrecorded[number]))
+                    seconds, peak = trial(candidates[number], steps, plans)
                 except ValueError as error:
                     refused[number] = str(error)
-            within = [number for number in running if number in found and _peak(found[number]) <= memory]
-            running = sorted(within, key=fastest)[: max(LEAST, len(within) // 2)]
+                    continue
+                before = found.get(number, Trial(seconds, 0))
+                peak += unrecorded[number]
+                found[number] = Trial(min(seconds, before.seconds), max(peak, before.peak))
+            within = [number for number in running if number in found and found[number].peak <= memory]
+            running = sorted(within, key=lambda number: found[number].seconds)
+            del running[max(LEAST, len(within) // 2) :]
             late = of_first_process(time.perf_counter() - start > SECONDS, "hvd_ckpt.trial.late")
             if late or len(running) < 2:
                 break
-    return [
-        Trial(fastest(number), _peak(found[number]))
-        if number in found
-        else refused.get(number, "it was not tried")
-        for number in range(len(candidates))
-    ]
-
-
-def _peak(trials: Sequence[Trial]) -> int:
-    return max(each.peak for each in trials)
+    return [found.get(number) or refused.get(number, NOT_TRIED) for number in range(len(candidates))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -12,14 +13,15 @@ import torch
 
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
 from hvd_ckpt.parallel.local_sgd.options import LocalOptions
-from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Place, Run, Segment, split_into_runs
+from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Run, Segment, split_into_runs
 from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments, block_of
 from hvd_ckpt.parallel.local_sgd.state import AveragesState
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.collectives import Work
+from hvd_ckpt.sharding.elementwise import COUNTERS
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
+from hvd_ckpt.sharding.formats import wire_format
 from hvd_ckpt.sharding.rows import RowCollectives
-from hvd_ckpt.sharding.state_view import COUNTERS
 
 MOMENT = "moment."
 
@@ -59,15 +61,15 @@ class Averaging:
         self._collectives = RowCollectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
         self._averages_moments, self._outer = options.moments == "average", options.outer
-        self._wire = options.format
+        self._wire = wire_format(options.wire)
         own_group = next(group for group in groups if members.rank() in group)
         # The ranks with this rank's place in their groups: of [[0, 1], [2, 3]], rank 1 averages with rank 3.
         column = [group[own_group.index(members.rank())] for group in groups]
         everyone = range(members.size())
         shared = len(own_group) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
         self._group = Exchange(optimizer.process_set, "") if shared else None
-        self._place = Place(PeerExchange(self._collectives, column, self.traffic), self._group)
-        self._everyone = Place(PeerExchange(self._collectives, everyone, self.traffic))
+        self._column = PeerExchange(self._collectives, column, self.traffic, self._group)
+        self._everyone = PeerExchange(self._collectives, everyone, self.traffic)
         self._rename()
         self.fragments = [Fragment(number) for number in range(schedule.fragments)]
         self._moment_names: list[str] = []
@@ -82,7 +84,6 @@ class Averaging:
 
     @property
     def divergence(self) -> float:
-        """See ``LocalOptimizer.divergence``."""
         return math.sqrt(sum(fragment.squares for fragment in self.fragments) / len(self._groups))
 
     @property
@@ -104,7 +105,7 @@ class Averaging:
         # learned since the anchor.
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
-            self._add("weights", placed, make, self._place)
+            self._add("weights", placed, make, self._column)
         for name in self._moment_names:
             self._add_moment(name, placed)
 
@@ -122,21 +123,11 @@ class Averaging:
         self._add("buffers", placed, Run, self._everyone)
 
     def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
-        if len(self._groups) == 1:
-            return
         segments = [
-            (
-                number,
-                Segment(
-                    segment.name,
-                    segment.owner,
-                    segment.like,
-                    functools.partial(self._moment, name, segment.like),
-                ),
-            )
+            (number, dataclasses.replace(segment, value=functools.partial(self._moment, name, segment.like)))
             for number, segment in placed
         ]
-        self._add(f"{MOMENT}{name}", segments, Run, self._place)
+        self._add(f"{MOMENT}{name}", segments, Run, self._column)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
@@ -148,12 +139,12 @@ class Averaging:
         what: str,
         placed: Sequence[tuple[int, Segment]],
         make: Callable[..., Run],
-        place: Place,
+        peers: PeerExchange,
     ) -> None:
         for fragment in self.fragments:
             of_fragment = (segment for number, segment in placed if number == fragment.number)
             for segments in split_into_runs(of_fragment):
-                run = make(f"{what}.{segments[0].name}", segments, place)
+                run = make(f"{what}.{segments[0].name}", segments, peers)
                 # The first step, before which begin() is called for all runs, is over.
                 if self.step:
                     run.begin()
@@ -204,14 +195,21 @@ class Averaging:
         under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
         for fragment in under_way:
             if not fragment.gathering and self._age(fragment) >= self.schedule.half:
-                self._combine(fragment)
+                for run in fragment.under_way():
+                    run.combine(self._shares(fragment, run))
+                fragment.gathering = True
         arrived = [fragment for fragment in under_way if self._age(fragment) >= self.schedule.delay]
         for fragment in arrived:
-            self._apply(fragment)
+            for run in fragment.under_way():
+                run.apply(delayed=True)
+            self._end(fragment)
         for number in self.schedule.leaving(self.step):
             fragment = self.fragments[number]
+            self._leave(fragment)
             if self.schedule.delay:
-                self._send(fragment)
+                for run in fragment.runs:
+                    fragment.moved += run.send()
+                self._send_distances(fragment)
             else:
                 self._average(fragment)
                 arrived.append(fragment)
@@ -230,7 +228,6 @@ class Averaging:
         #   apply           0  1  2
         #
         # So two are under way at a time, whatever the size of the model.
-        self._leave(fragment)
         runs = fragment.runs
         for place in range(len(runs) + 2):
             if place >= 2:
@@ -241,12 +238,6 @@ class Averaging:
                 fragment.moved += runs[place].send()
         self._send_distances(fragment)
         self._end(fragment)
-
-    def _send(self, fragment: Fragment) -> None:
-        self._leave(fragment)
-        for run in fragment.runs:
-            fragment.moved += run.send()
-        self._send_distances(fragment)
 
     def _leave(self, fragment: Fragment) -> None:
         """Begins an average: what this rank counts for leaves."""
@@ -279,17 +270,7 @@ class Averaging:
         weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
         # A group's ranks have stepped together, so it counts for all of them. Buffers are averaged among ranks, one by one.
         of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
-        return _parts_of_one(weights if run.place is self._everyone else of_groups)
-
-    def _combine(self, fragment: Fragment) -> None:
-        for run in fragment.under_way():
-            run.combine(self._shares(fragment, run))
-        fragment.gathering = True
-
-    def _apply(self, fragment: Fragment) -> None:
-        for run in fragment.under_way():
-            run.apply(delayed=True)
-        self._end(fragment)
+        return _parts_of_one(weights if run.peers is self._everyone else of_groups)
 
     def _end(self, fragment: Fragment) -> None:
         assert fragment.distances is not None
@@ -309,13 +290,13 @@ class Averaging:
         """
         kept = []
         for run in (run for fragment in self.fragments for run in fragment.runs):
-            if run.name.startswith(MOMENT) or self.in_sync or run.place.exchange.ranks == 1:
+            if run.name.startswith(MOMENT) or self.in_sync or run.peers.ranks == 1:
                 continue
-            values = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
+            values = [value for segment in run.segments if (value := segment.read()) is not None]
             kept += [(value, value.clone()) for value in values]
-            mean = Run(f"means.{run.name}", run.segments, run.place)
+            mean = Run(f"means.{run.name}", run.segments, run.peers)
             mean.send()
-            mean.combine(_parts_of_one([1.0] * run.place.exchange.ranks))
+            mean.combine(_parts_of_one([1.0] * run.peers.ranks))
             mean.apply(False)
         return kept
 

@@ -104,9 +104,11 @@ def LocalSGD(
     sets, added = process_sets_of(groups, process_set)
     positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
     places = [[positions[rank] for rank in group] for group in groups]
+    # One rank alone has nothing to split.
+    shard = options.shard if len(members) > 1 else "none"
     try:
         distributed = DistributedOptimizer(
-            optimizer, pairs, process_set=sets[tuple(members)], model=model, **options.of_group(len(members))
+            optimizer, pairs, process_set=sets[tuple(members)], model=model, shard=shard
         )
         new = add_averages(distributed, process_set)
         new.begin_averages(Averaging(new, options, places, prefix), added)

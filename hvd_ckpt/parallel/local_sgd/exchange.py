@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.exchange import Kind, Traffic
+from hvd_ckpt.sharding.exchange import Exchange, Kind, Traffic
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.rows import RowCollectives
 
@@ -19,16 +19,24 @@ class PeerExchange:
         collectives: collectives of the process set, which carry the messages.
         peers: positions in the set of the ranks that exchange with this one, in rank order, with its own.
         traffic: counts what this rank sends.
+        group: the ranks that have equal values, each of which averages one part with its peers, and gets the others'.
 
     Attributes:
-        collectives: as given.
-        ranks: number of peers.
-        rank: this rank's place among them.
+        ranks, rank: number of peers, and this rank's place among them.
+        parts, part: number of parts that a group has, and the one of this rank.
     """
 
-    def __init__(self, collectives: RowCollectives, peers: Sequence[int], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        collectives: RowCollectives,
+        peers: Sequence[int],
+        traffic: Traffic,
+        group: Exchange | None = None,
+    ) -> None:
         self.ranks, self.rank = len(peers), list(peers).index(collectives.process_set.rank())
-        self.collectives, self._peers, self._traffic = collectives, list(peers), traffic
+        self._collectives, self._peers, self._traffic = collectives, list(peers), traffic
+        self.group = group
+        self.parts, self.part = (1, 0) if group is None else (group.ranks, group.rank)
 
     def scatter(self, flat: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends each peer its row of ``flat`` [ranks * m], encoded.
@@ -40,7 +48,7 @@ class PeerExchange:
             return Work((), lambda _: flat.view(1, -1))
         wire = format.encode(flat, self.ranks)
         self._count("reduce_scatter", flat, format)
-        return self.collectives.exchange_rows(wire, f"{what}.scatter", self._peers)
+        return self._collectives.exchange_rows(wire, f"{what}.scatter", self._peers)
 
     def gather(self, row: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends ``row`` [m] to all peers.
@@ -58,11 +66,11 @@ class PeerExchange:
             return flat
 
         wire, what = format.encode(row), f"{what}.gather"
-        if self.ranks == self.collectives.process_set.size():
-            return self.collectives.gather_rows(wire.view(-1), what).then(decoded)
+        if self.ranks == self._collectives.process_set.size():
+            return self._collectives.gather_rows(wire.view(-1), what).then(decoded)
         # An allgather is of all ranks of the set, and needs one of its own for some of them. An alltoall does not.
         wire = wire.expand(self.ranks, -1).contiguous()
-        return self.collectives.exchange_rows(wire, what, self._peers).then(decoded)
+        return self._collectives.exchange_rows(wire, what, self._peers).then(decoded)
 
     def _count(self, kind: Kind, flat: torch.Tensor, format: WireFormat) -> None:
         row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)

@@ -234,11 +234,7 @@ class LocalOptimizer(_Base):
     def segments(self) -> list[Segment]:
         """This rank's part of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
-            whole = self.parameter_names.items()
-            return [
-                Segment(name, parameter, parameter, lambda parameter=parameter: parameter)  # type: ignore[misc]
-                for parameter, name in whole
-            ]
+            return [Segment(name, parameter, parameter) for parameter, name in self.parameter_names.items()]
         sharding = self.sharding  # type: ignore[attr-defined]
         pieces = {piece.index: piece.parameter for piece in sharding.pieces}
         segments = []
@@ -248,7 +244,7 @@ class LocalOptimizer(_Base):
             # A rank without elements of a parameter has an empty segment of it, so that all ranks have the
             # same segments and runs.
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
-            segments.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
+            segments.append(Segment(sharding.layout.names[index], owner, piece))
         return segments
 
     def _get_supports_amp_scaling(self) -> bool:

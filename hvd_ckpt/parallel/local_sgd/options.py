@@ -20,9 +20,7 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import check_within
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import WireFormat, wire_format
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_of
 
 
 @dataclass(frozen=True)
@@ -79,35 +77,13 @@ class LocalOptions:
     def schedule(self) -> Schedule:
         return Schedule(self.every, self.fragments, self.delay)
 
-    @property
-    def format(self) -> WireFormat:
-        """The communication format of changes of parameters."""
-        return wire_format(self.wire)
-
-    @property
-    def stage(self) -> int:
-        """The stage of sharding within a group, 0 to 3."""
-        return stage_of(self.shard.states)
-
-    def of_group(self, ranks: int) -> dict[str, Any]:
-        """Arguments of the ``DistributedOptimizer`` of a group of ranks, if it is sharded."""
-        return {} if not self.stage or ranks == 1 else {"shard": self.shard}
-
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, as plain data."""
-        return described(
-            optimizer=self.optimizer,
-            every=self.every,
-            outer=repr(self.outer) if isinstance(self.outer, Nesterov) else self.outer,
-            moments=self.moments,
-            fragments=self.fragments,
-            delay=self.delay,
-            wire=self.wire,
-            within=self.within,
-            shard=self.shard.name,
-            model=self.model,
-            offload=self.shard.offload,
-        )
+        options = {**vars(self), "shard": self.shard.name, "offload": self.shard.offload}
+        if isinstance(self.outer, Nesterov):
+            options["outer"] = repr(self.outer)
+        own = ("named_parameters", "process_set", "elastic")
+        return described(**{name: value for name, value in options.items() if name not in own})
 
     def check(self) -> None:
         """Raises ValueError or TypeError for the first argument that is wrong on this rank."""

@@ -16,7 +16,6 @@ import torch
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
 from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, sum_dtype
 from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
 
@@ -31,13 +30,17 @@ class Segment:
         name: name of the parameter or buffer.
         owner: the whole parameter, or the buffer.
         like: what this rank has of it (its piece, where parameters are split); ``value`` has the same shape.
-        value: reads the tensor; None where this rank has none yet, which counts as zeros.
+        value: reads the tensor where it is not ``like``; None where this rank has none yet, which counts as zeros.
     """
 
     name: str
     owner: torch.Tensor
     like: torch.Tensor
-    value: Callable[[], torch.Tensor | None]
+    value: Callable[[], torch.Tensor | None] | None = None
+
+    def read(self) -> torch.Tensor | None:
+        value = self.like if self.value is None else self.value()
+        return None if value is None else value.detach()
 
     @property
     def numel(self) -> int:
@@ -66,27 +69,6 @@ def split_into_runs(segments: Iterable[Segment]) -> list[list[Segment]]:
     return pack(((segment, segment.kind, segment.nbytes) for segment in segments), RUN_BYTES)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of this rank in an average.
-
-    Attributes:
-        exchange: the ranks that average the same part.
-        group: gathers the parts; None where there is one.
-    """
-
-    exchange: PeerExchange
-    group: Exchange | None = None
-
-    @property
-    def parts(self) -> int:
-        return self.group.ranks if self.group is not None else 1
-
-    @property
-    def part(self) -> int:
-        return self.group.rank if self.group is not None else 0
-
-
 class Run:
     """Moments or float buffers, which become the weighted mean of what they were when they left; one message each way.
 
@@ -97,15 +79,15 @@ class Run:
 
     format = FP32
 
-    def __init__(self, name: str, segments: Sequence[Segment], place: Place) -> None:
-        self.name, self.segments, self.place = name, segments, place
+    def __init__(self, name: str, segments: Sequence[Segment], peers: PeerExchange) -> None:
+        self.name, self.segments, self.peers = name, segments, peers
         self.dtype, self.device = segments[0].kind
         # 1000 elements between two groups of two ranks with equal values: 2 parts of 2 rows. A row has 4 * 64 = 256 elements,
         # since a quarter of 1000 is rounded up to the alignment; a part has 512.
-        rows = place.parts * place.exchange.ranks
+        rows = peers.parts * peers.ranks
         numel = sum(segment.numel for segment in segments)
         self.row_numel = max(-(-numel // (rows * ALIGNMENT)), 1) * ALIGNMENT  # never empty
-        self.part_numel = self.row_numel * place.exchange.ranks
+        self.part_numel = self.row_numel * peers.ranks
         self.sent: torch.Tensor | None = None
         self.row: torch.Tensor | None = None
         self._work: Work | None = None
@@ -122,9 +104,9 @@ class Run:
     def resend(self) -> None:
         """Launches what is under way, also again after a resume."""
         if self.row is not None:
-            self._work = self.place.exchange.gather(self._outgoing(), self.name, self.format)
+            self._work = self.peers.gather(self._outgoing(), self.name, self.format)
         elif self.sent is not None:
-            self._work = self.place.exchange.scatter(self._message(), self.name, self.format)
+            self._work = self.peers.scatter(self._message(), self.name, self.format)
 
     def combine(self, shares: Sequence[float]) -> None:
         """Adds up this rank's row, each peer's by its share, and sends it."""
@@ -173,24 +155,22 @@ class Run:
         self.sent = self.row = self._work = None
 
     def _read(self) -> torch.Tensor:
-        flat = torch.zeros(self.part_numel * self.place.parts, dtype=self.dtype, device=self.device)
+        flat = torch.zeros(self.part_numel * self.peers.parts, dtype=self.dtype, device=self.device)
         for segment, view in self._views(flat):
-            value = segment.value()
-            if value is not None:
-                view.copy_(value.detach())
+            if (value := segment.read()) is not None:
+                view.copy_(value)
         # The part is copied, so that the whole run is freed before anything is sent.
-        start = self.place.part * self.part_numel
-        return flat if self.place.group is None else flat[start : start + self.part_numel].clone()
+        start = self.peers.part * self.part_numel
+        return flat if self.peers.group is None else flat[start : start + self.part_numel].clone()
 
     def _write(self, part: torch.Tensor, add: bool) -> None:
         flat = part
-        if self.place.group is not None:
-            flat = part.new_empty(self.part_numel * self.place.parts)
-            self.place.group.all_gather(part, flat, self.name).wait(AVERAGES)
+        if self.peers.group is not None:
+            flat = part.new_empty(self.part_numel * self.peers.parts)
+            self.peers.group.all_gather(part, flat, self.name).wait(AVERAGES)
         for segment, view in self._views(flat):
-            value = segment.value()
-            if value is not None:
-                value.detach().copy_(value.detach() + view if add else view)
+            if (value := segment.read()) is not None:
+                value.copy_(value + view if add else view)
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
         start = 0

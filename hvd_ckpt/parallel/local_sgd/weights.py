@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Place, Run, Segment
+from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
+from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Run, Segment
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 _CHUNK = 1 << 20  # elements, where a copy of all would be too much
@@ -33,11 +34,16 @@ class WeightRun(Run):
     """
 
     def __init__(
-        self, name: str, segments: Sequence[Segment], place: Place, outer: Outer | None, wire: WireFormat
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        peers: PeerExchange,
+        outer: Outer | None,
+        wire: WireFormat,
     ) -> None:
-        super().__init__(name, segments, place)
+        super().__init__(name, segments, peers)
         self.anchor: torch.Tensor | None = None
-        self._lossy = place.exchange.ranks > 1 and wire.changes(self.dtype)
+        self._lossy = peers.ranks > 1 and wire.changes(self.dtype)
         self.format = wire if self._lossy else FP32
         self._make_outer = outer
         self._outer: torch.optim.Optimizer | None = None
@@ -118,7 +124,7 @@ class WeightRun(Run):
             message = self._message()
             # Encoded once more, to see what the wire has made of it, instead of keeping that since it left.
             travelled = torch.empty_like(message)
-            self.format.decode(self.format.encode(message, self.place.exchange.ranks), travelled)
+            self.format.decode(self.format.encode(message, self.peers.ranks), travelled)
             self._rest = message.sub_(travelled)
         # The mean is of anchor minus parameters, like a gradient: going against it leads from the anchor to the ranks' mean.
         exact = self._exact.data
@@ -139,12 +145,12 @@ class WeightRun(Run):
         return exact - self._own_row(self.anchor) if self._lossy else exact
 
     def _own_row(self, part: torch.Tensor) -> torch.Tensor:
-        start = self.place.exchange.rank * self.row_numel
+        start = self.peers.rank * self.row_numel
         return part[start : start + self.row_numel]
 
     def _frozen(self) -> Iterator[tuple[int, int]]:
         """The elements of this rank's row whose parameters are not trained now: outer momentum must not move them."""
-        first = self.place.part * self.part_numel + self.place.exchange.rank * self.row_numel
+        first = self.peers.part * self.part_numel + self.peers.rank * self.row_numel
         start = 0
         for segment in self.segments:
             low, high = max(start - first, 0), min(start + segment.numel - first, self.row_numel)

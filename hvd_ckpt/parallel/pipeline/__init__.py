@@ -7,7 +7,6 @@ schedule      the order of forward and backward passes on each stage
 execution     a step on one rank
 transport     messages between stages
 tied          parameters of blocks on several stages
-clipping      the norm over all stages
 balance       cuts into parts of equal cost
 stages        plans of cuts and policies together
 cuts          options, and the cuts of a plan

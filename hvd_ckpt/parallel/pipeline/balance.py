@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
 from hvd_ckpt.planning.policy import KEEP
 from hvd_ckpt.planning.ranks import on_rank_0
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.utils.measure import undisturbed
 
 KINDS = ("time", "size")  # of measured costs
@@ -38,10 +39,10 @@ def block_costs(kind: str, model: nn.Sequential, sample: Any, seconds: float = 1
     args, shared = sample if isinstance(sample, tuple) else (sample,), {}
     if hasattr(sample, "inputs"):
         args, shared = sample.inputs, sample.shared
-    step = Step(model, args, shared, None, None)
+    step = Step(model, Sample(args, shared, None))
 
     def cost(block: FoundBlock) -> float:
-        runner = BlockRunner(block, block.args or (), block.kwargs or {}, step.device, step.autocast)
+        runner = BlockRunner(step, block, block.args or (), block.kwargs or {})
         if kind == "time":
             return runner.seconds([KEEP], seconds)[0]
         runner.memory([KEEP])  # allocates the gradients, which must not count
@@ -64,14 +65,12 @@ def block_costs(kind: str, model: nn.Sequential, sample: Any, seconds: float = 1
 
 def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:
     """The bytes of parameters and buffers of each block. A tensor that several blocks share counts in the first of them."""
-    seen: set[int] = set()
+    seen: set[Tensor] = set()
     costs = []
     for block in blocks:
-        tensors = {
-            id(tensor): tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) not in seen
-        }
-        seen |= tensors.keys()
-        costs.append(float(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())))
+        tensors = {*block.parameters(), *block.buffers()} - seen
+        seen |= tensors
+        costs.append(float(sum(tensor.nbytes for tensor in tensors)))
     return costs
 
 
@@ -80,19 +79,14 @@ def balance_costs(costs: Sequence[float], parts: int) -> list[int]:
     a part is the sum over its blocks.
 
     Raises:
-        ValueError: there are fewer blocks than parts, or a cost is negative, inf or nan.
+        ValueError: there are fewer blocks than parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:
         raise ValueError(
             f"a chain of {count} blocks cannot be cut into {parts} parts: give each at least one"
         )
-    for block, cost in enumerate(costs):
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"the cost of block {block} must be a number from 0, got {cost!r}")
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
+    before = list(itertools.accumulate(costs, initial=0.0))
     return best_cuts(count, parts, lambda part, start, end: before[end] - before[start])[0]
 
 

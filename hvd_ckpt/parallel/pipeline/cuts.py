@@ -24,17 +24,6 @@ class PipelineOptions:
     virtual_stages: int | None = None
 
 
-def options_of(planned: PipelinePlan) -> PipelineOptions:
-    """The options that a plan for stages gives."""
-    return PipelineOptions(
-        planned.balance,
-        chunks=planned.micro_batches,
-        schedule=planned.schedule,
-        checkpoint="auto",
-        virtual_stages=planned.virtual_stages,
-    )
-
-
 def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
     """The cuts of a plan.
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +20,36 @@ from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge
 from hvd_ckpt.parallel.pipeline.skip import Key, Skip, skips_of_chunk
 from hvd_ckpt.parallel.pipeline.transport import Received, Transport, put_together, take_apart
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
-from hvd_ckpt.recompute.sequential import LayerSegment, accepted_names, as_arguments
+from hvd_ckpt.recompute.sequential import LayerSegment, as_arguments, cut
 from hvd_ckpt.utils.frames import is_recomputing, without_recomputation
 
-FIRST_TAG = 16  # first tag of values and gradients; lower tags are for messages of a whole step
-WAIT, RECOMPUTE = "wait", "recompute"
 Recorder = Callable[[str, int, int], AbstractContextManager[Any]]
 _NOT_RECORDED = contextlib.nullcontext()
+FIRST_TAG = 16  # first tag of values and gradients; lower tags are for messages of a whole step
 
 
 class Chunk:
     """Consecutive blocks of a chain that run on one rank.
 
     Args:
-        blocks: all blocks of the chain. Blocks of other ranks are only asked for the arguments that they accept.
-        number, count: number of this chunk and of all chunks.
-        first, end: numbers of its first block and of the block after its last.
+        chain: all blocks. Blocks of other ranks are only asked for the arguments that they accept.
+        balance: number of blocks of each chunk.
+        number: number of this chunk.
         skips: all skip connections of the chain.
         skip_targets: for each skip connection, the chunk that it leads to.
     """
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
+        chain: Sequence[nn.Module],
+        balance: Sequence[int],
         number: int,
-        count: int,
-        first: int,
-        end: int,
         skips: Sequence[Skip],
         skip_targets: Sequence[int],
     ) -> None:
-        self.number, self.count, self.first = number, count, first
-        self.all_blocks, self.blocks = blocks, list(blocks[first:end])
-        self.own = range(first, end)
-        self.skips, self.skip_targets = skips, skip_targets
+        self.number, self.skips, self.skip_targets = number, skips, skip_targets
+        self.own = range(sum(balance[:number]), sum(balance[: number + 1]))
+        self._chain, self._balance = chain, balance
         self._segments: dict[frozenset[str], LayerSegment] = {}
 
     def run(
@@ -77,11 +73,10 @@ class Chunk:
             The result of the last block, and the values of skip connections to other chunks.
         """
         segment = self._segment(frozenset(shared))
-        shared = {name: value for name, value in shared.items() if name in segment.accepted_names}
-        blocks, skips = (
-            self.blocks,
-            self.skips,
-        )  # in the closure of compute(), where recomputation looks for modules
+        accepted = segment.accepted_names
+        shared = {name: value for name, value in shared.items() if name in accepted}
+        # In the closure of compute(), where recomputation looks for modules.
+        blocks, skips = list(segment.layers), self.skips
 
         def compute(
             arguments: tuple[Any, ...], given: Mapping[int, Tensor | None], shared: dict[str, Any]
@@ -105,14 +100,7 @@ class Chunk:
         """The blocks as one function that takes these keyword arguments. Kept, since reading signatures is slow."""
         if shared not in self._segments:
             # Of all stages: an argument that only blocks elsewhere accept is right, and all stages are given the same arguments.
-            accepted = [accepted_names(block, shared) for block in self.all_blocks]
-            for name in shared:
-                if not any(name in names for names in accepted):
-                    raise TypeError(
-                        f"None of the {len(accepted)} blocks accepts the keyword argument {name!r}."
-                    )
-            taken = accepted[self.own.start : self.own.stop]
-            self._segments[shared] = LayerSegment(self.blocks, taken, self.number + 1, self.count, self.first)
+            self._segments[shared] = cut(self._chain, self._balance, shared)[self.number]
         return self._segments[shared]
 
 
@@ -208,17 +196,10 @@ class Execution:
     ) -> None:
         self.outputs: list[Any] = []
         self.loss: Tensor | None = None
-        self._chunks, self._count, self._transport, self._prepare = (
-            rank.chunks,
-            rank.count,
-            rank.transport,
-            rank.prepare,
-        )
-        self._numbers = {edge: number for number, edge in enumerate(rank.edges)}
-        self._micro_batches, self._loss_fn, self._total = micro_batches, options.loss_fn, options.total
-        self._backward_of, self._context = options.backward, options.context
-        self._keeping = contextlib.nullcontext if rank.planned else without_recomputation
+        self._rank, self._options, self._micro_batches = rank, options, micro_batches
         self._recorded: Recorder = recorder or (lambda kind, chunk, micro_batch: _NOT_RECORDED)
+        self._transport = cast(Transport, rank.transport)  # not used between chunks of one rank
+        self._keeping = contextlib.nullcontext if rank.planned else without_recomputation
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._here: dict[tuple[Edge, int, str], Received] = {}  # between two chunks of this rank
         self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -227,7 +208,7 @@ class Execution:
     def run(self, actions: Sequence[Action]) -> None:
         """Runs the actions in order, then waits until everything is sent."""
         # The receives of an action are posted before the action in front of it computes (_expect), so that messages arrive
-        # meanwhile. Sends do not wait. So the ranks cannot deadlock in a schedule that check_schedule() accepts.
+        # meanwhile. Sends do not wait. So the ranks cannot deadlock in a schedule that make_schedule() makes.
         self._expect(actions[0])
         for action, following in itertools.zip_longest(actions, actions[1:]):
             with self._recorded(action.kind, action.chunk, action.micro_batch):
@@ -236,11 +217,11 @@ class Execution:
                 self._transport.advance()
         if self._transport is not None:
             last = actions[-1]
-            with self._recorded(WAIT, last.chunk, last.micro_batch):
+            with self._recorded("wait", last.chunk, last.micro_batch):
                 self._transport.flush()
 
     def _forward(self, action: Action, following: Action | None) -> None:
-        chunk, index = self._chunks[action.chunk], action.micro_batch
+        chunk, index = self._rank.chunks[action.chunk], action.micro_batch
         micro_batch = self._micro_batches[index]
         in_flight = _InFlight()
         keeps = chunk.number in micro_batch.keeps
@@ -253,23 +234,22 @@ class Execution:
             given.update(skips)
             in_flight.received[edge] = [tensor for tensor in tensors if tensor.requires_grad]
         self._expect(following)
-        with self._context():
+        with self._options.context():
             with forward_pass(micro_batch.key):
                 first, shared = self._inputs(index)
-                recomputing = functools.partial(self._recorded, RECOMPUTE, chunk.number, index)
                 output, skips = chunk.run(
                     arguments if chunk.number else first,
                     given,
                     shared,
                     self._keeping() if keeps else None,
-                    recomputing,
+                    functools.partial(self._recorded, "recompute", chunk.number, index),
                 )
-            if chunk.number == self._count - 1:
-                if self._loss_fn is None:
+            if chunk.number == self._rank.count - 1:
+                if self._options.loss_fn is None:
                     self.outputs.append(output)
                     return
                 with self._keeping() if keeps else contextlib.nullcontext():
-                    in_flight.loss = one_element(self._loss_fn(output, micro_batch.targets))
+                    in_flight.loss = one_element(self._options.loss_fn(output, micro_batch.targets))
                 self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
         # One message along each edge: the output to the next chunk, with the skip connections that lead there, and skip connections
         # alone to later chunks. Tensors that require gradients are noted, as their gradients come back in this order.
@@ -280,7 +260,7 @@ class Execution:
             }
             tensors = self._post(edge, index, FORWARD, (values, to_target))
             in_flight.sent[edge] = [tensor for tensor in tensors if tensor.requires_grad]
-        if self._loss_fn is not None:
+        if self._options.loss_fn is not None:
             self._in_flight[chunk.number, index] = in_flight
 
     def _backward(self, action: Action, following: Action | None) -> None:
@@ -300,10 +280,12 @@ class Execution:
                         gradients.append(gradient)
         self._expect(following)
         if in_flight.loss is not None:
-            assert self._total is not None
+            assert self._options.total is not None
             if in_flight.loss.requires_grad:  # else every block is frozen
                 last = index == len(self._micro_batches) - 1
-                run_backward(in_flight.loss, micro_batch.terms, self._total, self._backward_of, last)
+                run_backward(
+                    in_flight.loss, micro_batch.terms, self._options.total, self._options.backward, last
+                )
         # Only the loss is multiplied by the weight of the micro-batch. Gradients that arrive from the next stage include it.
         elif roots:
             if not micro_batch.terms:  # nothing of this micro-batch counts, not even a nan
@@ -318,68 +300,61 @@ class Execution:
         """The prepared arguments of a micro-batch, which are kept if the rank has several chunks."""
         if index not in self._prepared:
             micro_batch = self._micro_batches[index]
-            self._prepared[index] = self._prepare(*micro_batch.inputs, **micro_batch.shared)
+            self._prepared[index] = self._rank.prepare(*micro_batch.inputs, **micro_batch.shared)
         prepared = self._prepared[index]
-        if len(self._chunks) == 1:
+        if len(self._rank.chunks) == 1:
             del self._prepared[index]
         return prepared
 
     # ------------------------------------------------------------------------------------------------ messages
 
     def _post(self, edge: Edge, index: int, kind: str, value: Any) -> list[Tensor]:
-        other = edge.target if kind == FORWARD else edge.source
-        if other in self._chunks:
-            # Between two chunks of one rank nothing is sent, but the graph is cut all the same, so that each chunk has a backward
-            # pass of its own.
-            structure, tensors = take_apart(value)
-            copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            self._here[edge, index, kind] = Received(put_together(structure, copies), copies)
-            return tensors
-        assert self._transport is not None
-        return self._transport.send(value, self._process(other), self._tag(edge, index, kind))
+        address = self._address(edge, index, kind, edge.target if kind == FORWARD else edge.source)
+        if address is not None:
+            return self._transport.send(value, *address)
+        # Between two chunks of one rank nothing is sent, but the graph is cut all the same, so that each chunk has a backward pass
+        # of its own.
+        structure, tensors = take_apart(value)
+        copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._here[edge, index, kind] = Received(put_together(structure, copies), copies)
+        return tensors
 
     def _fetch(self, edge: Edge, index: int, kind: str) -> Received:
-        other = edge.source if kind == FORWARD else edge.target
-        if other in self._chunks:
+        here, there = (edge.target, edge.source) if kind == FORWARD else edge
+        address = self._address(edge, index, kind, there)
+        if address is None:
             return self._here.pop((edge, index, kind))
-        assert self._transport is not None
         what = f"the {'input' if kind == FORWARD else 'gradient'} of micro-batch {index}"
-        here = edge.target if kind == FORWARD else edge.source
-        with self._recorded(WAIT, here, index):
-            received = self._transport.receive(self._process(other), self._tag(edge, index, kind), what)
-        if (
-            kind == BACKWARD
-        ):  # a gradient shows that the value has arrived there, so that its memory can be freed
-            self._transport.taken(self._process(other), self._tag(edge, index, FORWARD))
+        with self._recorded("wait", here, index):
+            received = self._transport.receive(*address, what)
+        # A gradient shows that the value has arrived there, so that its memory can be freed.
+        if kind == BACKWARD and (sent := self._address(edge, index, FORWARD, there)):
+            self._transport.taken(*sent)
         return received
 
     def _expect(self, action: Action | None) -> None:
         """Posts the receives of the next action, so that its messages arrive while this one computes."""
         if action is None:
             return
+        kind, index = action.kind, action.micro_batch
         for edge in action.receives:
-            other = edge.source if action.kind == FORWARD else edge.target
-            if other in self._chunks:
-                continue
-            if action.kind == BACKWARD:  # no gradient comes back for values that require none
-                # The next action may be the backward pass of the micro-batch that is about to run forward.
-                # Its outputs are not known yet, and _fetch() posts the receive.
-                begun = self._in_flight.get((action.chunk, action.micro_batch))
-                if begun is None or not begun.sent[edge]:
-                    continue
-            assert self._transport is not None
-            self._transport.expect(self._process(other), self._tag(edge, action.micro_batch, action.kind))
+            address = self._address(edge, index, kind, edge.source if kind == FORWARD else edge.target)
+            # No gradient comes back for values that require none. And the next action may be the backward pass of the micro-batch
+            # that is about to run forward: its outputs are not known yet, and _fetch() posts the receive.
+            begun = self._in_flight.get((action.chunk, index), _InFlight())
+            if address is not None and (kind == FORWARD or begun.sent.get(edge)):
+                self._transport.expect(*address)
 
-    def _process(self, chunk: int) -> int:
-        assert self._transport is not None
-        grid = self._transport.grid
-        return grid.process(chunk % grid.stages)
-
-    def _tag(self, edge: Edge, index: int, kind: str) -> int:
+    def _address(self, edge: Edge, index: int, kind: str, chunk: int) -> tuple[int, int] | None:
+        """The process of a chunk at the other end of an edge, and the tag of a message; None for another chunk of this rank."""
+        if chunk in self._rank.chunks:
+            return None
         # Evaluations have tags of their own, since their values need no gradients and so have other headers.
         # With two edges, a micro-batch has six tags:
         #
         #   edge 0: value, gradient, value of an evaluation | edge 1: value, gradient, value of an evaluation
         #
-        what = int(kind == BACKWARD) if self._loss_fn is not None else 2
-        return FIRST_TAG + 3 * (index * len(self._numbers) + self._numbers[edge]) + what
+        what = int(kind == BACKWARD) if self._options.loss_fn is not None else 2
+        number = index * len(self._rank.edges) + self._rank.edges.index(edge)
+        grid = self._transport.grid
+        return grid.process(chunk % grid.stages), FIRST_TAG + 3 * number + what

@@ -127,23 +127,20 @@ class TotalTerms:
     def __init__(
         self, own: float, across_ranks: bool, mean: float | Callable[[], float] | None = None
     ) -> None:
-        self._total: float | None = own
-        self._ranks = 1
-        self._mean = mean
-        if mean is None and across_ranks and mpi_ops.size() > 1:
-            self._total, self._ranks = None, mpi_ops.size()
+        self._total: float | Callable[[], float] = own if mean is None else mean
+        self._ranks = mpi_ops.size() if mean is None and across_ranks else 1
+        if self._ranks > 1:
             # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
             everyone = Collectives(mpi_ops.global_process_set, "hvd_ckpt.accumulate")
-            self._work = everyone.allreduce(torch.tensor([own], dtype=torch.float64), "terms")
+            work = everyone.allreduce(torch.tensor([own], dtype=torch.float64), "terms")
+            self._total = lambda: float(work.wait("the terms of all ranks").item())
 
     def factor(self) -> float:
         """The factor of the loss of one term."""
-        if self._mean is not None:
-            self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
-        if self._total is None:
+        if callable(self._total):
             # If this fails, the call that ends the batch must not fail in another way and hide the error.
-            self._total = 0.0
-            self._total = float(self._work.wait("the terms of all ranks").item())
+            total, self._total = self._total, 0.0
+            self._total = total()
         return self._ranks / self._total if self._total else 0.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance
 from hvd_ckpt.parallel.pipeline.chain import Chain
-from hvd_ckpt.parallel.pipeline.clipping import clip_over_stages
-from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
+from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, release_weights
 from hvd_ckpt.parallel.pipeline.execution import (
     FIRST_TAG as EXECUTION_TAG,
     Chunk,
@@ -47,13 +45,16 @@ from hvd_ckpt.parallel.pipeline.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.parallel.pipeline.skip import find_skips
-from hvd_ckpt.parallel.pipeline.tied import Tied, TiedGradients, digest, find_tied
+from hvd_ckpt.parallel.pipeline.tied import find_tied, summed_over_stages
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.planning.plan import PipelinePlan, Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
+from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
+from hvd_ckpt.sharding.clipping import clip_grad_norm_
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
 
@@ -114,8 +115,6 @@ class Pipeline(nn.Module):
         hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
     """
 
-    _places: dict[nn.Parameter, int]  # for each parameter on this rank, its place in the whole model
-
     def __init__(
         self,
         model: nn.Sequential,
@@ -134,11 +133,10 @@ class Pipeline(nn.Module):
         check({"balance of Pipeline": balance, "sample": sample})
         costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
-            names, blocks, crossing, tied = self._lay_out(model, options, costs)
-        self._transport = Transport(self._grid) if self._grid.stages > 1 else None
+            names, blocks, crossing = self._lay_out(model, options, costs)
         # Before any weight is freed: an error here leaves the whole model to the caller.
-        self._check_equal(model, crossing, tied)
-        kept = {number for chunk in self._chunks.values() for number in chunk.own}
+        self._check_equal(model, crossing)
+        kept = {number for chunk in self._rank.chunks.values() for number in chunk.own}
         # In the order of the model, also with several chunks on this rank:
         # parameters(), and so the reducer's buckets, have that order.
         for number in sorted(kept):
@@ -146,19 +144,17 @@ class Pipeline(nn.Module):
         release_weights(
             [block for number, block in enumerate(blocks) if number not in kept], list(self.children())
         )
-        self._places = {parameter: self._places[parameter] for parameter in self.parameters()}
         self.recorder: Recorder | None = None
-        self.__dict__["_model"] = model  # not as a child; prepare() is its method
         self._failed = ""
         self.training = model.training
 
     def _lay_out(
         self, model: nn.Sequential, options: PipelineOptions, costs: Sequence[float] | None
-    ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge], list[Tied]]:
+    ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge]]:
         """Checks the arguments and lays out chunks and schedule.
 
         Returns:
-            Names of all blocks, the blocks, the edges of skip connections, and the parameters that stages share.
+            Names of all blocks, the blocks, and the edges of skip connections.
         """
         if not isinstance(model, nn.Sequential) or type(model).forward not in (
             nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
@@ -169,7 +165,9 @@ class Pipeline(nn.Module):
         if options.plan is not None:
             planned = cuts_of(options.plan, grid.stages, options)
             options.plan.apply(model)
-            options = options_of(planned)
+            options = PipelineOptions(
+                planned.balance, None, planned.micro_batches, planned.schedule, "auto", planned.virtual_stages
+            )
         balance, chunks = options.balance, options.chunks
         schedule, checkpoint = options.schedule or "1f1b", options.checkpoint or "except_last"
         check({"Pipeline": True, "chunks": chunks})
@@ -184,29 +182,34 @@ class Pipeline(nn.Module):
             balance = balance_costs(costs or block_bytes(blocks), parts)
         self.balance = check_balance(balance, len(blocks), parts)
         self.micro_batches, self.schedule, self.checkpoint = chunks, schedule, checkpoint
-        ends = [sum(self.balance[: part + 1]) for part in range(parts)]
         chunk_of = [part for part, length in enumerate(self.balance) for _ in range(length)]
         skips = find_skips(blocks)
         targets = [chunk_of[skip.target] for skip in skips]
         crossing = [Edge(chunk_of[skip.source], chunk_of[skip.target]) for skip in skips]
-        self._edges = chain_edges(parts, [edge for edge in crossing if edge.source != edge.target])
-        self._virtual, self._count, self._grid = virtual, parts, grid
+        self._virtual, self._grid = virtual, grid
+        self._transport = Transport(grid) if grid.stages > 1 else None
+        self._rank = RankChunks(
+            chunks={
+                part: Chunk(blocks, self.balance, part, skips, targets)
+                for part in range(grid.stage, parts, grid.stages)
+            },
+            count=parts,
+            edges=chain_edges(parts, [edge for edge in crossing if edge.source != edge.target]),
+            transport=self._transport,
+            prepare=model.prepare if isinstance(model, Chain) else lambda *inputs, **shared: (inputs, shared),
+            planned=planned is not None,
+        )
         self._schedules: dict[int, Schedule] = {}
         # Made for its checks: a schedule that is impossible is an error here, on all ranks, and not in the first step.
         self._schedule_for(chunks)
-        self._chunks = {
-            part: Chunk(blocks, part, parts, ends[part] - self.balance[part], ends[part], skips, targets)
-            for part in range(grid.stage, parts, grid.stages)
-        }
-        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        number_parameters(model)
         first: dict[Tensor, str] = {}
         whole = model.state_dict(keep_vars=True).items()
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
-        self._total_parameters = len(self._places)
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
         self._tied = [tie for tie in tied if grid.stage in tie.stages]
         seed_each(list(blocks))
-        return names, blocks, crossing, tied
+        return names, blocks, crossing
 
     def accumulate(
         self,
@@ -246,25 +249,19 @@ class Pipeline(nn.Module):
             parts = split_batch(batch, self.micro_batches)
             terms = [terms_of(part, weight) for part in parts]
             micro_batches = self._micro_batches(parts, terms)
-            last = self._count - 1 in self._chunks
+            last = self._rank.count - 1 in self._rank.chunks
             # Only the last stage has losses to weight, and its replicas
             # are a Horovod world of their own: other stages take no part.
             total = TotalTerms(math.fsum(terms), across_ranks) if last else None
-            tied = (
-                TiedGradients(self._tied, self._transport, TIED_TAG)
-                if self._transport and self._tied
-                else None
-            )
-            execution = self._execution(micro_batches, PassOptions(loss_fn, total, backward, forward_context))
-            try:
-                execution.run(self._schedule_for(len(parts))[self._grid.stage])
-            finally:
-                if total is not None:
-                    total.factor()  # always waited for, since the next call sends under the same name
-            if tied is not None:
-                # After all backward passes, and before the reduction: the
-                # reducer counts the sum of the copies as one more accumulation.
-                tied.add()
+            options = PassOptions(loss_fn, total, backward, forward_context)
+            execution = Execution(self._rank, micro_batches, options, self.recorder)
+            # The sum comes after all backward passes, and before the reduction.
+            with summed_over_stages(self._tied, self._transport, TIED_TAG):
+                try:
+                    execution.run(self._schedule_for(len(parts))[self._grid.stage])
+                finally:
+                    if total is not None:
+                        total.factor()  # always waited for, since the next call sends under the same name
             return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
 
     def forward(self, *inputs: Any, **shared: Any) -> Any:
@@ -277,7 +274,8 @@ class Pipeline(nn.Module):
         """
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
-            execution = self._execution(self._micro_batches(parts, [1.0] * len(parts)), PassOptions())
+            micro_batches = self._micro_batches(parts, [1.0] * len(parts))
+            execution = Execution(self._rank, micro_batches, PassOptions(), self.recorder)
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
@@ -285,27 +283,8 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for the gradients of all stages; called before the optimizer's ``step()``.
-
-        Gradients that are not reduced yet are reduced first. The stages exchange the norm of each parameter once, so the result has
-        the bits of the unstaged model. With sharded gradients (stages 2 and 3), they exchange one norm for each stage, and the
-        result is equal up to rounding. Collective over all ranks.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-
-        Raises:
-            RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
-        """
-        return clip_over_stages(
-            self.parameters(),
-            self._places,
-            self._total_parameters,
-            self._grid,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-        )
+        """:func:`hvd_ckpt.clip_grad_norm_` of this stage's parameters, by the norm over all stages. Collective over all ranks."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     @property
     def sent_bytes(self) -> int:
@@ -323,36 +302,24 @@ class Pipeline(nn.Module):
     def _schedule_for(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = make_schedule(
-                self.schedule, self._grid.stages, micro_batches, self._virtual, self._edges
+                self.schedule, self._grid.stages, micro_batches, self._virtual, self._rank.edges
             )
         return self._schedules[micro_batches]
 
     def _micro_batches(self, parts: Sequence[Any], terms: Sequence[float]) -> list[MicroBatch]:
-        keys = self._keys(len(parts))
-        return [
-            MicroBatch(
-                *fields_of(part),
-                terms=weight,
-                key=key,
-                keeps=keeps,
-            )
-            for part, weight, key, keeps in zip(parts, terms, keys, self._kept_chunks(len(parts)))
-        ]
+        facts = zip(parts, terms, self._keys(len(parts)), self._kept_chunks(len(parts)))
+        return [MicroBatch(*fields_of(part), count, key, keeps) for part, count, key, keeps in facts]
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
         """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
+        own = set(self._rank.chunks)
         if self.checkpoint != "auto":
-            last = count - 1
-            return [
-                set(self._chunks) if keeps_activations(self.checkpoint, index == last) else set()
-                for index in range(count)
-            ]
+            kept = [keeps_activations(self.checkpoint, index == count - 1) for index in range(count)]
+            return [own if keeps else set() for keeps in kept]
         # "auto": a micro-batch whose backward pass follows at once is kept, and so are chunks that the plan does not recompute.
         at_once = followed_at_once(self._schedule_for(count)[self._grid.stage])
-        planned = {chunk for chunk in self._chunks if self._plan and not self._plan.parts[chunk].recompute}
-        return [
-            planned | {chunk for chunk in self._chunks if (chunk, index) in at_once} for index in range(count)
-        ]
+        planned = {chunk for chunk in own if self._plan and not self._plan.parts[chunk].recompute}
+        return [planned | {chunk for chunk in own if (chunk, index) in at_once} for index in range(count)]
 
     def _keys(self, count: int) -> list[int | None]:
         """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0."""
@@ -362,7 +329,7 @@ class Pipeline(nn.Module):
         if self._transport is None:
             return keys
         stages = self._grid.stages
-        between = [(edge.source % stages, edge.target % stages) for edge in self._edges]
+        between = [(edge.source % stages, edge.target % stages) for edge in self._rank.edges]
         between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
         if self._grid.stage == 0:
@@ -381,21 +348,6 @@ class Pipeline(nn.Module):
                 f"one, such as by torch.manual_seed(seed + hc.rank()), and draw the same numbers on all of them"
             )
         return keys
-
-    def _execution(self, micro_batches: Sequence[MicroBatch], options: PassOptions) -> Execution:
-        rank = RankChunks(
-            self._chunks,
-            self._count,
-            self._edges,
-            self._transport,
-            prepare=self._prepare,
-            planned=self._plan is not None,
-        )
-        return Execution(rank, micro_batches, options, self.recorder)
-
-    def _prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        model = self.__dict__["_model"]
-        return model.prepare(*inputs, **shared) if isinstance(model, Chain) else (inputs, shared)
 
     def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
         """The loss, which the last stage sends to the others."""
@@ -425,32 +377,23 @@ class Pipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _check_equal(self, model: nn.Module, crossing: Sequence[Edge], tied: Sequence[Tied]) -> None:
-        """Raises ValueError on every rank unless all have the same model, arguments and values of shared parameters."""
-        facts = [
-            (name, tuple(parameter.shape), str(parameter.dtype))
-            for name, parameter in model.named_parameters()
-        ]
-        settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
-        # A CRC-32 is exact in float64, the only type that gather() carries.
-        digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
-        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64), parts=False)
-        # All stages have the same rows here, so all of them raise or none does, and the second gather() below is safe.
-        for stage, row in enumerate(gathered):
-            for index, what in enumerate(("arguments", "model")):
-                if row[index] != gathered[0][index]:
+    def _check_equal(self, model: nn.Module, crossing: Sequence[Edge]) -> None:
+        """Raises ValueError on every rank unless all stages have the same model, cuts and values of shared parameters."""
+        shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+        facts: dict[str, Any] = {
+            "cuts": (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual),
+            "models": (shapes, crossing),
+        }
+        for tie in self._tied:
+            whole = tie.parameter
+            facts[f"values of '{tie.name}'"] = 0 if whole.is_meta else int(fingerprint(whole))
+        known: dict[str, tuple[int, Any]] = {}
+        stages = self._grid.gather_objects(facts)[self._grid.part :: self._grid.tensor]
+        for stage, theirs in enumerate(stages):
+            for what, fact in theirs.items():
+                first, expected = known.setdefault(what, (stage, fact))
+                if fact != expected:
                     raise ValueError(
-                        f"Pipeline: stages 0 and {stage} have different {what}; on stage {self._grid.stage} the arguments are "
-                        f"balance={self.balance}, chunks={self.micro_batches}, schedule={self.schedule!r}, "
-                        f"checkpoint={self.checkpoint!r}"
-                    )
-        values = [float(digest(tie.parameter)) for tie in tied]
-        rows = self._grid.gather(torch.tensor(values, dtype=torch.float64), parts=False)
-        for tie, *copies in zip(tied, *rows):
-            first, *others = tie.stages
-            for stage in others:
-                if copies[stage] != copies[first]:
-                    raise ValueError(
-                        f"Pipeline: parameter '{tie.name}' is shared by stages {first} and {stage}, and its values differ: give "
-                        f"the model the same values on all stages, such as by torch.manual_seed(seed) before it is made"
+                        f"Pipeline: stages {first} and {stage} have different {what}: give all stages the same arguments and "
+                        f"model, with the same values, such as by torch.manual_seed(seed) before it is made"
                     )

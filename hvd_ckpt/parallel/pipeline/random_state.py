@@ -49,10 +49,7 @@ def seed_blocks(model: Model) -> Model:
     Returns:
         ``model``.
     """
-    if not any(isinstance(hook, _EnterModel) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(_EnterModel())
-        # Also after an error: else the key would stay on this thread's stack, and the block's random state in the generators.
-        model.register_forward_hook(_leave, always_call=True)
+    if _Enter(0).register(model):
         seed_each(list(model))
     return model
 
@@ -60,9 +57,7 @@ def seed_blocks(model: Model) -> Model:
 def seed_each(blocks: list[nn.Module]) -> None:
     """Adds the hooks of :func:`seed_blocks` to the blocks."""
     for number, block in enumerate(blocks, start=1):
-        if not any(isinstance(hook, _EnterBlock) for hook in block._forward_pre_hooks.values()):
-            block.register_forward_pre_hook(_EnterBlock(number))
-            block.register_forward_hook(_leave, always_call=True)
+        _Enter(number).register(block)
 
 
 def draw_key() -> int:
@@ -80,18 +75,29 @@ def forward_pass(key: int | None) -> Iterator[None]:
         _leave()
 
 
-class _EnterModel:
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        _enter(remembered(draw_key) if model.training else None, 0)
+class _Enter:
+    """A hook of a model, of number 0, or of one of its blocks."""
 
-
-class _EnterBlock:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __call__(self, block: nn.Module, args: Any) -> None:
-        # A recomputation has the key of the forward pass of its region, which may not be the pass that this thread is in.
-        _enter(remembered(lambda: _thread.entered[-1][0] if _thread.entered else None), self.number)
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.number:
+            # A recomputation has the key of the forward pass of its region, which may not be the pass that this thread is in.
+            key = remembered(lambda: _thread.entered[-1][0] if _thread.entered else None)
+        else:
+            key = remembered(draw_key) if module.training else None
+        _enter(key, self.number)
+
+    def register(self, module: nn.Module) -> bool:
+        """Adds the hook and one behind it, unless the module has one as a model or block; returns whether it had none."""
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _Enter) and bool(hook.number) == bool(self.number):
+                return False
+        module.register_forward_pre_hook(self)
+        # Also after an error: else the key would stay on this thread's stack, and the block's random state in the generators.
+        module.register_forward_hook(_leave, always_call=True)
+        return True
 
 
 def _enter(key: int | None, number: int) -> None:

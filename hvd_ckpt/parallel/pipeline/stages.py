@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,16 +126,31 @@ class StageLayout:
         Raises:
             BudgetError: no plan fits the budget; the message has the smallest budget that works.
         """
-        return _plan(StagePlanner(chain, blocks, self), budget, device, plan_of)
+        planner = StagePlanner(chain, blocks, self)
+        limit = planner.limit(budget, device)
 
+        def made(within: float) -> Plan:
+            pipeline, choices = planner.pipeline(within)
+            return plan_of(
+                tuple(range(len(choices))),
+                choices,
+                budget=limit,
+                predicted=_cost(pipeline),
+                baseline=_cost(planner.baseline),
+                smallest=_cost(planner.pipeline(planner.smallest)[0]),
+                pipeline=pipeline,
+            )
 
-class _Way(NamedTuple):
-    """A way to run a part: its bytes and seconds, whether it is recomputed as a whole, and the choices of its blocks."""
-
-    memory: int
-    seconds: float
-    recompute: bool
-    choices: list[int]
+        if limit is not None and limit < planner.smallest:
+            raise BudgetError(
+                f"No plan for {self.stages} stages and {self.micro_batches} micro-batches stays within a budget of "
+                f"{show_bytes(limit)} for each stage: the smallest budget that works is {planner.smallest} bytes "
+                f"({show_bytes(planner.smallest)}), with weights, gradients and optimizer state. Give a larger budget, more stages "
+                "or smaller micro-batches.",
+                planner.smallest,
+                made(planner.smallest),
+            )
+        return made(math.inf if limit is None else limit)
 
 
 class _Held:
@@ -222,20 +237,18 @@ class StagePlanner:
             if count > 1:
                 inner = self._solver(0, end).from_block(first)
                 blocks = self._blocks[first:end]
-                boundary, highest = 0, 0
-                for block in blocks:
-                    highest = max(highest, boundary + max(block.forward_working, block.output))
-                    boundary = block.output
-                if end == len(self._blocks):
-                    highest = max(highest, self._behind.choices[0].backward_peak)
-                    rest = self._behind.choices[0].seconds
-                else:
-                    rest = 0.0
-                forward = sum(block.forward_seconds for block in blocks)
-                memory = np.concatenate(
-                    (memory, fixed + count * blocks[-1].output + np.maximum(inner.need, highest))
+                boundaries = [0, *(block.output for block in blocks)]
+                highest = max(
+                    boundary + max(block.forward_working, block.output)
+                    for boundary, block in zip(boundaries, blocks)
                 )
-                seconds = np.concatenate((seconds, forward + rest + inner.seconds))
+                forward = sum(block.forward_seconds for block in blocks)
+                if end == len(self._blocks):
+                    behind = self._behind.choices[0]
+                    highest, forward = max(highest, behind.backward_peak), forward + behind.seconds
+                recomputed = fixed + count * boundaries[-1] + np.maximum(inner.need, highest)
+                memory = np.concatenate((memory, recomputed))
+                seconds = np.concatenate((seconds, forward + inner.seconds))
             self._known[key] = memory, seconds
         return self._known[key]
 
@@ -257,17 +270,17 @@ class StagePlanner:
             self._solvers[count, end] = Solver(blocks, max(count, 1), _POINTS)
         return self._solvers[count, end]
 
-    def _best(self, part: int, first: int, end: int, limit: float) -> _Way:
-        """The fastest way to run a part within ``limit`` bytes, of which there must be one."""
+    def _best(self, part: int, first: int, end: int, limit: float) -> tuple[StagePlan, list[int]]:
+        """The fastest way to run a part within ``limit`` bytes, of which there must be one, and the choices of its blocks."""
         memory, seconds = self._ways(part, first, end)
         point = int(np.argmin(np.where(memory <= limit, seconds, math.inf)))
         solver = self._solver(self._in_flight[part], end)
-        place = point - len(
-            solver.from_block(first).need
-        )  # index among the ways to recompute the part as a whole
+        # The index among the ways to recompute the part as a whole.
+        place = point - len(solver.from_block(first).need)
         recompute = place >= 0
         choices = self._solver(0, end).choices(first, place) if recompute else solver.choices(first, point)
-        return _Way(int(memory[point]), float(seconds[point]), recompute, choices[: end - first])
+        made = self._part(part, first, end, int(memory[point]), float(seconds[point]), recompute)
+        return made, choices[: end - first]
 
     def _fixed(self, count: int, first: int, end: int) -> int:
         """Bytes of a part that do not depend on its policies, with ``count`` micro-batches in flight."""
@@ -281,9 +294,6 @@ class StagePlanner:
 
     # ------------------------------------------------------------------------------------------------ all parts
 
-    def _cuts(self, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
-        return best_cuts(len(self._blocks), self.layout.parts, cost)
-
     def _fastest(self, limit: float) -> tuple[list[int], float]:
         """The cuts that minimize the time of the longest part, and that time; inf if no cuts stay within the limit."""
         # Cuts are chosen part by part. So the parts of a stage share its memory equally, although one may need more.
@@ -293,19 +303,22 @@ class StagePlanner:
             memory, seconds = self._ways(part, first, end)
             return float(np.min(seconds, initial=math.inf, where=memory <= share))
 
-        return self._cuts(seconds)
+        return best_cuts(len(self._blocks), self.layout.parts, seconds)
 
     @functools.cached_property
     def smallest(self) -> int:
         """The smallest budget for which there is a plan."""
-        _, most = self._cuts(lambda part, first, end: float(self._ways(part, first, end)[0].min()))
+        count, parts = len(self._blocks), self.layout.parts
+        _, most = best_cuts(count, parts, lambda *part: float(self._ways(*part)[0].min()))
         return int(most) * self.layout.parts_of_stage
 
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
         """The fastest plan within a budget that is at least :attr:`smallest`, and the choice of each block."""
         share = limit / self.layout.parts_of_stage
         balance, _ = self._fastest(limit)
-        return self._made(balance, lambda part, first, end: self._best(part, first, end, share))
+        made = [self._best(*part, share) for part in _parts_of(balance)]
+        choices = itertools.chain.from_iterable(choices for _, choices in made)
+        return self._pipeline(part for part, _ in made), list(choices)
 
     @functools.cached_property
     def baseline(self) -> PipelinePlan:
@@ -314,52 +327,38 @@ class StagePlanner:
         for block in self._blocks:
             seconds.append(seconds[-1] + block.choices[0].seconds)
         seconds[-1] += self._behind.choices[0].seconds
-        balance, _ = self._cuts(lambda part, first, end: seconds[end] - seconds[first])
-        return self._made(balance, self._all_kept)[0]
+        balance, _ = best_cuts(
+            len(self._blocks), self.layout.parts, lambda part, first, end: seconds[end] - seconds[first]
+        )
+        return self._pipeline(itertools.starmap(self._all_kept, _parts_of(balance)))
 
-    def _all_kept(self, part: int, first: int, end: int) -> _Way:
+    def _all_kept(self, part: int, first: int, end: int) -> StagePlan:
         blocks = [*self._blocks[first:end], *([self._behind] if end == len(self._blocks) else [])]
         count = self._in_flight[part]
         peak, seconds = simulate(blocks, [Run(index, 0) for index in range(len(blocks))], count)
-        return _Way(self._fixed(count, first, end) + peak, seconds, False, [])
+        return self._part(part, first, end, self._fixed(count, first, end) + peak, seconds, False)
 
-    def _made(
-        self, balance: Sequence[int], way_of: Callable[[int, int, int], _Way]
-    ) -> tuple[PipelinePlan, list[int]]:
-        """The plan of the given cuts and ways to run each part, and the choice of each block."""
-        layout = self.layout
-        parts, choices, first = [], [], 0
-        for part, length in enumerate(balance):
-            way = way_of(part, first, first + length)
-            parts.append(self._part(part, first, first + length, way))
-            choices += way.choices
-            first += length
-        return PipelinePlan(layout.stages, layout.micro_batches, layout.schedule, tuple(parts)), choices
-
-    def _part(self, part: int, first: int, end: int, way: _Way) -> StagePlan:
+    def _part(
+        self, part: int, first: int, end: int, memory: int, seconds: float, recompute: bool
+    ) -> StagePlan:
         states, transport = self._held(first, end), self._transport(first, end)
         # Both times are measured, each by itself. The backward pass, which is the rest, must not come out below 0.
-        forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), way.seconds)
+        forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), seconds)
+        activations = memory - states - transport
+        times = forward, seconds - forward
         return StagePlan(
-            end - first,
-            way.recompute,
-            self._in_flight[part],
-            forward,
-            way.seconds - forward,
-            states,
-            way.memory - states - transport,
-            transport,
+            end - first, recompute, self._in_flight[part], *times, states, activations, transport
         )
 
-    def cost(self, pipeline: PipelinePlan) -> Cost:
-        """Cost of a plan: bytes of the largest stage, and seconds of a step."""
-        return Cost(max(pipeline.memory), max(rank[-1].end for rank in spans_of(pipeline)))
+    def _pipeline(self, parts: Iterable[StagePlan]) -> PipelinePlan:
+        layout = self.layout
+        return PipelinePlan(layout.stages, layout.micro_batches, layout.schedule, tuple(parts))
 
     def limit(self, budget: Budget, device: torch.device) -> int | None:
         """The budget in bytes; None for the fastest plan."""
         if budget.kind == "min":
             return self._min()
-        limit = budget.bytes(self.cost(self.baseline).peak_bytes, 0, device)
+        limit = budget.bytes(max(self.baseline.memory), 0, device)
         if budget.kind == "device" and limit is not None:  # the memory in use includes the model
             limit += self._held.now
         return limit
@@ -367,7 +366,7 @@ class StagePlanner:
     def _min(self) -> int:
         longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
         # Bisection: time falls as the budget grows. ``high`` always satisfies the limit of time.
-        low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
+        low, high = self.smallest, max(self.smallest, *self.pipeline(math.inf)[0].memory)
         if self._fastest(low)[1] <= longest:
             return low
         for _ in range(_SEARCH):
@@ -376,33 +375,16 @@ class StagePlanner:
         return high
 
 
-def _plan(planner: StagePlanner, budget: Budget, device: torch.device, plan_of: Callable[..., Plan]) -> Plan:
-    limit = planner.limit(budget, device)
+def _parts_of(balance: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Number, first block and end of each part."""
+    ends = [0, *itertools.accumulate(balance)]
+    for part, (first, end) in enumerate(itertools.pairwise(ends)):
+        yield part, first, end
 
-    def made(within: float) -> Plan:
-        pipeline, choices = planner.pipeline(within)
-        smallest = planner.cost(planner.pipeline(planner.smallest)[0])
-        return plan_of(
-            tuple(range(len(choices))),
-            choices,
-            budget=limit,
-            predicted=planner.cost(pipeline),
-            baseline=planner.cost(planner.baseline),
-            smallest=smallest,
-            pipeline=pipeline,
-        )
 
-    if limit is not None and limit < planner.smallest:
-        layout = planner.layout
-        raise BudgetError(
-            f"No plan for {layout.stages} stages and {layout.micro_batches} micro-batches stays within a budget of "
-            f"{show_bytes(limit)} for each stage: the smallest budget that works is {planner.smallest} bytes "
-            f"({show_bytes(planner.smallest)}), with weights, gradients and optimizer state. Give a larger budget, more stages or "
-            "smaller micro-batches.",
-            planner.smallest,
-            made(planner.smallest),
-        )
-    return made(math.inf if limit is None else limit)
+def _cost(pipeline: PipelinePlan) -> Cost:
+    """Bytes of the largest stage, and seconds of a step."""
+    return Cost(max(pipeline.memory), max(rank[-1].end for rank in spans_of(pipeline)))
 
 
 def spans_of(pipeline: PipelinePlan) -> list[list[Span]]:

@@ -7,8 +7,8 @@ gradients of all uses are added micro-batch by micro-batch.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,71 +62,75 @@ def find_tied(blocks: Sequence[nn.Module], names: Sequence[str], stage_of: Seque
     ]
 
 
-class TiedGradients:
-    """Gradients of one step of the parameters that this rank shares with other stages. Made before the backward passes.
+@contextlib.contextmanager
+def summed_over_stages(tied: Sequence[Tied], transport: Transport | None, tag: int) -> Iterator[None]:
+    """A context around the backward passes of a step, after which each copy of a parameter has the sum of all gradients of it.
+
+    The reducer counts the sum as one more accumulation. Collective over the stages of a replica, and over all ranks with more than
+    two replicas.
 
     Args:
-        tied: the parameters, in the same order on all stages.
+        tied: the parameters that this rank shares with other stages, in the same order on all stages.
         transport: connects the stages.
         tag: tag of the messages.
 
     Raises:
         ValueError: the gradient of a parameter is sharded, so no rank has it.
     """
+    # Earlier gradients are put aside, so that this step's are alone when the copies are added.
+    before = [_put_aside(tie) for tie in tied]
+    yield
+    if not tied:
+        return
+    assert transport is not None
+    grid = transport.grid
+    exchanges = [_fixed_order(tie.parameter) for tie in tied]
+    parts = [
+        _copy(tie.parameter.grad) if exchange is None else _part(tie, exchange)
+        for tie, exchange in zip(tied, exchanges)
+    ]
+    # All sends are started before the first receive is waited for: the
+    # stages run the same lines, and none may wait for another to send.
+    for tie, part in zip(tied, parts):
+        for stage in tie.stages:
+            if stage != grid.stage:
+                transport.send([part], grid.process(stage), tag)
+    for tie, exchange, part, earlier in zip(tied, exchanges, parts, before):
+        parameter, total = tie.parameter, None
+        for stage in tie.stages:
+            there = part
+            if stage != grid.stage:
+                there = transport.receive(grid.process(stage), tag, f"the gradient of '{tie.name}'").value[0]
+            if there is not None:
+                total = there if total is None else total + there
+        if total is not None and exchange is not None:
+            # This replica's part in its place, and zeros.
+            rows = parameter.new_zeros(exchange.ranks, len(total), requires_grad=False)
+            rows[exchange.rank] = total
+            total = rows.view(-1)[: parameter.numel()].view(parameter.shape)
+        if parameter.grad is not None:
+            # In place: the gradient may be a view into a bucket of the reducer.
+            parameter.grad.copy_(torch.zeros_like(parameter) if earlier is None else earlier)
+        if total is not None and parameter.requires_grad:
+            # Through autograd, so that the reducer's hook sees the sum as one more accumulation.
+            torch.autograd.backward([parameter], [total])
+    transport.flush()
 
-    def __init__(self, tied: Sequence[Tied], transport: Transport, tag: int) -> None:
-        self._tied, self._transport, self._tag = tied, transport, tag
-        self._before: list[Tensor | None] = []
-        for tie in tied:
-            owner = owner_of(tie.parameter)
-            if owner is not None and owner.shard_stage > 1:
-                raise ValueError(
-                    f"parameter '{tie.name}' is shared by stages {', '.join(map(str, tie.stages))}, so its gradient cannot be "
-                    f'sharded: use shard="none" or "optimizer"'
-                )
-            # Earlier gradients are put aside, so that this step's are alone when the copies are added.
-            gradient = tie.parameter.grad
-            self._before.append(_copy(gradient))
-            # Zeroed and not dropped: the reducer may have it as a view into a bucket.
-            if gradient is not None:
-                gradient.zero_()
 
-    def add(self) -> None:
-        """Accumulates the sum over all stages in each copy. The reducer counts it as one more accumulation.
-
-        Collective over the stages of a replica, and over all ranks with more than two replicas.
-        """
-        grid = self._transport.grid
-        exchanges = [_fixed_order(tie.parameter) for tie in self._tied]
-        gradients = [
-            _part(tie, exchange) if exchange is not None else _copy(tie.parameter.grad)
-            for tie, exchange in zip(self._tied, exchanges)
-        ]
-        # All sends are started before the first receive is waited for: the
-        # stages run the same lines, and none may wait for another to send.
-        for tie, part in zip(self._tied, gradients):
-            for stage in tie.stages:
-                if stage != grid.stage:
-                    self._transport.send([part], grid.process(stage), self._tag)
-        for tie, exchange, part, before in zip(self._tied, exchanges, gradients, self._before):
-            total: Tensor | None = None
-            for stage in tie.stages:
-                if stage != grid.stage:
-                    what = f"the gradient of '{tie.name}'"
-                    part_there = self._transport.receive(grid.process(stage), self._tag, what).value[0]
-                else:
-                    part_there = part
-                if part_there is not None:
-                    total = part_there if total is None else total + part_there
-            if total is not None and exchange is not None:
-                total = _in_place(total, tie.parameter, exchange)
-            if tie.parameter.grad is not None:
-                # In place: the gradient may be a view into a bucket of the reducer.
-                tie.parameter.grad.copy_(torch.zeros_like(tie.parameter) if before is None else before)
-            if total is not None and tie.parameter.requires_grad:
-                # Through autograd, so that the reducer's hook sees the sum as one more accumulation.
-                torch.autograd.backward([tie.parameter], [total])
-        self._transport.flush()
+def _put_aside(tie: Tied) -> Tensor | None:
+    """The gradient so far, which becomes zero."""
+    owner = owner_of(tie.parameter)
+    if owner is not None and owner.shard_stage > 1:
+        raise ValueError(
+            f"parameter '{tie.name}' is shared by stages {', '.join(map(str, tie.stages))}, so its gradient cannot be sharded: use "
+            f'shard="none" or "optimizer"'
+        )
+    gradient = tie.parameter.grad
+    before = _copy(gradient)
+    # Zeroed and not dropped: the reducer may have it as a view into a bucket.
+    if gradient is not None:
+        gradient.zero_()
+    return before
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:
@@ -139,9 +143,7 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
     if not parameter.requires_grad or owner is None or owner.reduces_updates:
         return None
     # The sum of two numbers does not depend on their order.
-    if owner.process_set.size() <= 2:
-        return None
-    return Exchange(owner.process_set, "hvd_ckpt.tied")
+    return Exchange(owner.process_set, "hvd_ckpt.tied") if owner.process_set.size() > 2 else None
 
 
 def _part(tie: Tied, exchange: Exchange) -> Tensor:
@@ -152,16 +154,3 @@ def _part(tie: Tied, exchange: Exchange) -> Tensor:
     if parameter.grad is not None:
         flat[: parameter.numel()] = parameter.grad.reshape(-1)
     return exchange.reduce_scatter(flat, tie.name).wait(f"the gradient of '{tie.name}' on all replicas")
-
-
-def _in_place(part: Tensor, parameter: Tensor, exchange: Exchange) -> Tensor:
-    """A gradient of zeros with this replica's part in its place."""
-    flat = torch.zeros(exchange.ranks * len(part), dtype=parameter.dtype, device=parameter.device)
-    flat[exchange.rank * len(part) : (exchange.rank + 1) * len(part)] = part
-    return flat[: parameter.numel()].view(parameter.shape)
-
-
-def digest(tensor: Tensor) -> int:
-    """A checksum of the values of a parameter that stages share."""
-    whole = tensor.detach().cpu().contiguous().reshape(-1)
-    return 0 if tensor.is_meta else zlib.crc32(whole.view(torch.uint8).numpy().data)

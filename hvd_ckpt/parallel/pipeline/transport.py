@@ -13,8 +13,7 @@ import contextlib
 import io
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,53 +52,28 @@ class Meta(NamedTuple):
     requires_grad: bool
     device: str
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Meta:
-        return cls(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.device.type
-        )
-
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickler that collects the tensors of a value, each once, and pickles their numbers."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=5)
-        self.numbers: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return self.numbers[id(value)]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, number: int) -> Any:
-        return self.tensors[number]
-
-
 def take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
     """The structure of a value with everything in it except tensors, and its tensors, each once."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
+    file, tensors = io.BytesIO(), dict[int, tuple[int, Tensor]]()
+
+    def number_of(value: Any) -> int | None:
+        return tensors.setdefault(id(value), (len(tensors), value))[0] if isinstance(value, Tensor) else None
+
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.persistent_id = number_of  # type: ignore[method-assign]
     pickler.dump(value)
-    return file.getvalue(), pickler.tensors
+    return file.getvalue(), [tensor for _, tensor in tensors.values()]
 
 
 def put_together(structure: bytes, tensors: Sequence[Tensor]) -> Any:
     """The value that :func:`take_apart` took apart, with other tensors."""
-    return _Unpickler(io.BytesIO(structure), tensors).load()
+    unpickler = pickle.Unpickler(io.BytesIO(structure))
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 class Received(NamedTuple):
@@ -109,37 +83,34 @@ class Received(NamedTuple):
     tensors: list[Tensor]
 
 
-@dataclass
-class _LastHeader:
-    """The last header with a tag, and whether the last message repeated it."""
+class _Request(NamedTuple):
+    """A message of a link, and its memory, which must not be freed before it is sent."""
 
-    header: bytes
-    repeated: bool = False
+    link: Any
+    request: Any
+    other: int
+    tag: int
+    memory: Tensor
+
+    def wait(self, awaited: str) -> None:
+        self.link.wait(self.request, awaited, self.other)
 
 
 class _Arriving(NamedTuple):
     header: bytes
     tensors: list[Tensor]
-    hosts: list[Tensor]
-    requests: list[tuple[Any, Any]]  # each with its link
+    requests: list[_Request]  # whose memory is on the host, or that of the tensor
+
+    def wait(self, awaited: str) -> None:
+        for request in self.requests:
+            request.wait(awaited)
 
 
-@dataclass
-class _Expected:
+class _Expected(NamedTuple):
     """A message that has not arrived yet: its length, and its tensors if their memory was posted ahead."""
 
-    length: Tensor
-    requests: list[tuple[Any, Any]]
+    length: _Request
     arriving: _Arriving | None
-
-
-@dataclass
-class _Sending:
-    request: Any
-    to: int
-    tag: int
-    keep: Tensor  # must not be freed before it is sent
-    link: Any
 
 
 class Transport:
@@ -160,10 +131,11 @@ class Transport:
         self._device_link = self._to_open = grid.stage_link
         self._early: dict[tuple[int, int], deque[_Arriving]] = defaultdict(deque)
         self._passes: deque[Any] = deque()
-        self._sent: dict[tuple[int, int], _LastHeader] = {}
-        self._received: dict[tuple[int, int], _LastHeader] = {}
+        # By process and tag, the last header, and whether the last message repeated it.
+        self._sent: dict[tuple[int, int], tuple[bytes, bool]] = {}
+        self._received: dict[tuple[int, int], tuple[bytes, bool]] = {}
         self._expected: dict[tuple[int, int], _Expected] = {}
-        self._sending: list[_Sending] = []
+        self._sending: list[_Request] = []
 
     def open_lanes(self, between: Iterable[tuple[int, int]], tensors: Iterable[Tensor]) -> None:
         """Connects the devices of stages that send to each other, if any of the tensors is on one.
@@ -196,22 +168,22 @@ class Transport:
         structure, tensors = take_apart(value)
         whole = [_lying_dense(tensor) for tensor in tensors]
         metas = [
-            Meta.of(dense)._replace(requires_grad=tensor.requires_grad)
+            Meta(tuple(dense.shape), dense.stride(), dense.dtype, tensor.requires_grad, dense.device.type)
             for dense, tensor in zip(whole, tensors)
         ]
         header = pickle.dumps((structure, metas), protocol=5)
-        before = self._sent.get((to, tag))
-        known = before is not None and before.header == header
+        before, repeated = self._sent.get((to, tag), (b"", False))
+        known = before == header
         lane = self._lane(self.grid.number, to)
         told = LANE_TAG if lane is not None else tag
         announced = [0 if known else len(header)] + [tag] * (lane is not None)
         self._start(torch.tensor(announced, dtype=torch.int64), to, told)
-        if before is not None and not known and before.repeated and lane is None:
-            for meta in pickle.loads(before.header)[1]:  # filler
+        if repeated and not known and lane is None:
+            for meta in pickle.loads(before)[1]:  # filler
                 self._start(_host_copy(meta.empty()), to, tag)
         if not known:
             self._start(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, told)
-        self._sent[to, tag] = _LastHeader(header, known)
+        self._sent[to, tag] = header, known
         for tensor in whole:
             if lane is not None and tensor.device.type == lane.device:
                 self._start(tensor, to, tag, lane)
@@ -223,14 +195,10 @@ class Transport:
         """Posts the receives of a value for which :meth:`receive` will wait."""
         if (source, tag) not in self._expected and self._lane(source, self.grid.number) is None:
             length = torch.empty(1, dtype=torch.int64)
-            requests = self._begin(self._link, length, source, tag)
-            layout = self._received.get((source, tag))
-            arriving = (
-                self._receive_tensors(layout.header, source, tag)
-                if layout is not None and layout.repeated
-                else None
-            )
-            self._expected[source, tag] = _Expected(length, requests, arriving)
+            request = self._begin(self._link, length, source, tag)
+            header, repeated = self._received.get((source, tag), (b"", False))
+            arriving = self._receive_tensors(header, source, tag) if repeated else None
+            self._expected[source, tag] = _Expected(request, arriving)
 
     def receive(self, source: int, tag: int, what: str) -> Received:
         """Waits for a value.
@@ -245,53 +213,40 @@ class Transport:
         if self._lane(source, self.grid.number) is not None:
             while not self._early[source, tag]:
                 self._receive_announced(source, awaited)
-            return self._arrived(self._early[source, tag].popleft(), awaited, source)
+            return _arrived(self._early[source, tag].popleft(), awaited)
         self.expect(source, tag)
         expected = self._expected.pop((source, tag))
-        self._wait(expected.requests, awaited, source)
-        size, arriving = int(expected.length.item()), expected.arriving
+        expected.length.wait(awaited)
+        size, arriving = int(expected.length.memory.item()), expected.arriving
         if size:
             if arriving is not None:  # filler
-                self._wait(arriving.requests, awaited, source)
-            self._received[source, tag] = _LastHeader(self._header(size, source, tag, awaited))
-            arriving = None
-        layout = self._received[source, tag]
-        # Set on both sides from the same message: whether the sender
-        # fills posted memory must agree with whether this side posts it.
-        layout.repeated = not size
+                arriving.wait(awaited)
+            header, arriving = self._header(size, source, tag, awaited), None
+        else:
+            header, _ = self._received[source, tag]
+        # Set on both sides from the same message: whether the sender fills posted memory must agree with whether this side posts it
+        self._received[source, tag] = header, not size
         if arriving is None:
-            arriving = self._receive_tensors(layout.header, source, tag)
-        return self._arrived(arriving, awaited, source)
+            arriving = self._receive_tensors(header, source, tag)
+        return _arrived(arriving, awaited)
 
     def _receive_announced(self, source: int, awaited: str) -> None:
         """Starts to receive the next message of a lane."""
         announced = torch.empty(2, dtype=torch.int64)
-        self._wait(self._begin(self._link, announced, source, LANE_TAG), awaited, source)
+        self._begin(self._link, announced, source, LANE_TAG).wait(awaited)
         size, tag = announced.tolist()
         if size:
-            self._received[source, tag] = _LastHeader(self._header(size, source, LANE_TAG, awaited))
-        arriving = self._receive_tensors(self._received[source, tag].header, source, tag)
-        self._early[source, tag].append(arriving)
+            self._received[source, tag] = self._header(size, source, LANE_TAG, awaited), False
+        header, _ = self._received[source, tag]
+        self._early[source, tag].append(self._receive_tensors(header, source, tag))
 
     def _header(self, size: int, source: int, tag: int, awaited: str) -> bytes:
         header = torch.empty(size, dtype=torch.uint8)
-        self._wait(self._begin(self._link, header, source, tag), awaited, source)
+        self._begin(self._link, header, source, tag).wait(awaited)
         return header.numpy().tobytes()
 
-    def _arrived(self, arriving: _Arriving, awaited: str, source: int) -> Received:
-        self._wait(arriving.requests, awaited, source)
-        # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
-        structure, metas = pickle.loads(arriving.header)
-        for tensor, host, meta in zip(arriving.tensors, arriving.hosts, metas):
-            if host is not tensor:
-                # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
-                tensor.copy_(host, non_blocking=True)
-            if meta.requires_grad:
-                tensor.requires_grad_()
-        return Received(put_together(structure, arriving.tensors), arriving.tensors)
-
     def _receive_tensors(self, header: bytes, source: int, tag: int) -> _Arriving:
-        arriving = _Arriving(header, [], [], [])
+        arriving = _Arriving(header, [], [])
         lane = self._lane(source, self.grid.number)
         for meta in pickle.loads(header)[1]:
             if lane is not None and meta.device == lane.device:
@@ -302,27 +257,15 @@ class Transport:
                 tensor = meta.empty()
                 host, link = _host_copy(tensor), self._link
             arriving.tensors.append(tensor)
-            arriving.hosts.append(host)
-            arriving.requests.extend(self._begin(link, host, source, tag))
+            arriving.requests.append(self._begin(link, host, source, tag))
         return arriving
 
-    def _begin(self, link: Any, memory: Tensor, source: int, tag: int) -> list[tuple[Any, Any]]:
-        return [(link, request) for request in link.receive(_bytes(memory), source, tag)]
-
-    def _wait(self, requests: Iterable[tuple[Any, Any]], awaited: str, source: int) -> None:
-        for link, request in requests:
-            link.wait(request, awaited, source)
+    def _begin(self, link: Any, memory: Tensor, source: int, tag: int) -> _Request:
+        return _Request(link, link.receive(_bytes(memory), source, tag), source, tag, memory)
 
     def flush(self) -> None:
         """Waits until everything is sent. On a device, the current stream waits, and not the host."""
-        self._flush(self._sending)
-        self._sending.clear()
-
-    def _flush(self, messages: Sequence[_Sending]) -> None:
-        for sending in messages:
-            sending.link.wait(
-                sending.request, f"{self.grid.name(sending.to)} to take what was sent", sending.to
-            )
+        self._finish(lambda message: True)
 
     def advance(self) -> None:
         """Ends a pass: releases the memory of sends that are known to be complete, and keeps the host from going far ahead of a
@@ -331,12 +274,16 @@ class Transport:
             self._passes.append(torch.cuda.current_stream().record_event())
             if len(self._passes) > AHEAD:
                 self._passes.popleft().synchronize()
-        self._sending = [sending for sending in self._sending if not sending.link.is_sent(sending.request)]
+        self._sending = [message for message in self._sending if not message.link.is_sent(message.request)]
 
     def taken(self, to: int, tag: int) -> None:
         """Releases the memory of sends with this tag, which the receiver has answered."""
-        self._flush([sending for sending in self._sending if (sending.to, sending.tag) == (to, tag)])
-        self._sending = [sending for sending in self._sending if (sending.to, sending.tag) != (to, tag)]
+        self._finish(lambda message: (message.other, message.tag) == (to, tag))
+
+    def _finish(self, chosen: Callable[[_Request], bool]) -> None:
+        for message in filter(chosen, self._sending):
+            message.wait(f"{self.grid.name(message.other)} to take what was sent")
+        self._sending = [message for message in self._sending if not chosen(message)]
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes that the link reaches that this one has failed."""
@@ -346,8 +293,22 @@ class Transport:
     def _start(self, tensor: Tensor, to: int, tag: int, link: Any = None) -> None:
         self.sent_bytes += tensor.nbytes
         link = link or self._link
-        for request in link.send(_bytes(tensor), to, tag):
-            self._sending.append(_Sending(request, to, tag, tensor, link))
+        request = link.send(_bytes(tensor), to, tag)
+        if not link.is_sent(request):
+            self._sending.append(_Request(link, request, to, tag, tensor))
+
+
+def _arrived(arriving: _Arriving, awaited: str) -> Received:
+    arriving.wait(awaited)
+    # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
+    structure, metas = pickle.loads(arriving.header)
+    for tensor, request, meta in zip(arriving.tensors, arriving.requests, metas):
+        if request.memory is not tensor:
+            # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
+            tensor.copy_(request.memory, non_blocking=True)
+        if meta.requires_grad:
+            tensor.requires_grad_()
+    return Received(put_together(structure, arriving.tensors), arriving.tensors)
 
 
 def _lying_dense(tensor: Tensor) -> Tensor:

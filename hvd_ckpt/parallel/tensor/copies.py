@@ -49,8 +49,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @torch.no_grad()
 def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -> None:
-    """Raises on all parts if a parameter that is whole on each part differs between them, or if one is frozen on some of them.
-    Collective over the parts.
+    """Raises on all parts if a parameter that is whole on each part differs between them. Collective over the parts.
 
     Args:
         named: parameters with their names, in the same order on all parts.
@@ -59,7 +58,6 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
     Raises:
         WeightsDiffer: it names the parts, and the first parameter that differs.
     """
-    grid, named = current(), list(named)
     # Of parameters that a stage has not, or that are split over the ranks between steps, there are no values.
     copies = [
         (name, tensor)
@@ -69,24 +67,14 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
     if turn is not None and copies:
         turns = -(-len(copies) // AT_ONCE)
         copies = copies[turn % turns * AT_ONCE :][:AT_ONCE]
-    if not named:
+    if not copies:
         return
-    flags = torch.tensor([tensor.requires_grad for _, tensor in named], dtype=torch.int64)
-    prints = [fingerprint(tensor.contiguous().view(-1)).cpu() for _, tensor in copies]
-    for part, row in enumerate(rows := parts.gather(torch.cat([flags, *(one.view(1) for one in prints)]))):
+    prints = torch.cat([fingerprint(tensor.contiguous().view(-1)).cpu().view(1) for _, tensor in copies])
+    for part, row in enumerate(rows := parts.gather(prints)):
         # All parts have all rows, so that all of them find the same difference and raise together.
-        different = (row != rows[0]).nonzero()
-        if not len(different):
-            continue
-        first = int(different[0])
-        if first < len(named):
+        if len(different := (row != rows[0]).nonzero()):
             raise WeightsDiffer(
-                f"requires_grad of parameter '{named[first][0]}' differs between parts 0 and {part} of replica {grid.replica}; "
-                f"freeze it on all parts or on none"
+                f"parameter '{copies[int(different[0])][0]}', which each part has whole, differs between parts 0 and {part} of "
+                f"replica {current().replica}; clip gradients with hc.clip_grad_norm_, give all parts of a replica the same batch "
+                f"and random state, and name a module that uses it with a part's features as 'features' in the recipe"
             )
-        name = copies[first - len(named)][0]
-        raise WeightsDiffer(
-            f"parameter '{name}', which each part has whole, differs between parts 0 and {part} of replica {grid.replica}; "
-            f"clip gradients with hc.clip_grad_norm_, give all parts of a replica the same batch and random state, and name a "
-            f"module that uses it with a part's features as 'features' in the recipe"
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.cuts import Cut, cut_of, mark
 from hvd_ckpt.utils.frames import is_recomputing
 
-_CUTS, _PLACE, _BLOCKS = "_hvd_ckpt_cuts", "_hvd_ckpt_place", "_hvd_ckpt_blocks"
+_CUTS, _PLACE = "_hvd_ckpt_cuts", "_hvd_ckpt_place"
 
 Result = TypeVar("Result")
 
@@ -78,14 +79,17 @@ class Blocks:
         """A block's output, of all positions if it is the last one."""
         return join_positions(x) if name == self.names[-1] else unchanged(x)
 
-    def begin(self) -> None:
-        """The model begins to run."""
+    def watch(self, model: nn.Module) -> None:
+        """Checks the order in which the model calls its blocks whenever it runs."""
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
         self._running, self._reached = True, -1
 
-    def end(self, failed: bool) -> None:
-        """The model has run."""
+    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         self._running = False
-        if self._reached >= 0 and not failed:
+        if self._reached >= 0 and result is not None:  # else it has failed
             self._refuse("")
 
     def _refuse(self, name: str) -> None:
@@ -95,23 +99,6 @@ class Blocks:
             f"tensor_parallel(sequence=True): the model {called} after {after}, but each of its blocks must be called once, from "
             f"{self.names[0]!r} to {self.names[-1]!r} in the order of its modules; leave sequence out"
         )
-
-
-def watch_blocks(model: nn.Module, blocks: Sequence[Blocks]) -> None:
-    """Compares the order in which the model calls its blocks whenever it runs."""
-    model.__dict__[_BLOCKS] = list(blocks)
-    model.register_forward_pre_hook(_begin, prepend=True)
-    model.register_forward_hook(_end, always_call=True)
-
-
-def _begin(model: nn.Module, args: Any) -> None:
-    for blocks in model.__dict__[_BLOCKS]:
-        blocks.begin()
-
-
-def _end(model: nn.Module, args: Any, result: Any) -> None:
-    for blocks in model.__dict__[_BLOCKS]:
-        blocks.end(failed=result is None)
 
 
 def cuts_in(module: nn.Module) -> dict[str, Cut]:
@@ -172,12 +159,10 @@ def _place(module: nn.Module) -> Place:
     return place
 
 
-def _in_region(module: nn.Module, compute: Callable[[Region], Result]) -> Result:
-    """Computes in the region that is active, or in one of the module's own."""
-    if (region := active()) is not None:
-        return compute(region)
-    with Region(_place(module).kind) as region:
-        return compute(region)
+def _region_of(module: nn.Module) -> AbstractContextManager[Region]:
+    """The region that is active, or one of the module's own."""
+    region = active()
+    return Region(_place(module).kind) if region is None else nullcontext(region)
 
 
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -188,16 +173,13 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 def _column(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
         """This part's outputs, from whole inputs or from a share of the positions."""
-
-        def compute(region: Region) -> Tensor:
+        with _region_of(self) as region:
             return _linear(self, x if region.kind(x) & (SPLIT | ENTERED) else region.enter(x), self.bias)
 
-        return _in_region(self, compute)
-
-    def look_up(self: Any, tokens: Tensor) -> Tensor:
+    def look_up(self: Any, tokens: Tensor) -> Any:
         """This part's numbers of each token."""
-        numbers: Tensor = _in_region(self, lambda region: base.forward(self, tokens))
-        return numbers
+        with _region_of(self):
+            return base.forward(self, tokens)
 
     return {"forward": look_up if issubclass(base, nn.Embedding) else forward}
 
@@ -205,17 +187,12 @@ def _column(base: Any) -> dict[str, Callable[..., Any]]:
 def _row(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
         """Whole outputs or a share of the positions, from this part's inputs; the bias is added once, after the sum."""
-
-        def compute(region: Region) -> Tensor:
+        with _region_of(self) as region:
             kind = region.kind(x)
             # What was computed outside of all regions was not noted.
             marked = x if kind & SPLIT else mark_kind(x.view_as(x), kind | SPLIT)
             total = (leave_positions if kind & SHARE else leave)(_linear(self, marked, None))
-            if self.bias is not None:
-                total = total + self.bias
-            return total
-
-        return _in_region(self, compute)
+            return total if self.bias is None else total + self.bias
 
     return {"forward": forward}
 

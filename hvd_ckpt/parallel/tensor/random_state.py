@@ -37,40 +37,30 @@ class Part(NamedTuple):
 
 
 def _dropout(
-    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    mask = _mask(part, input, p)
-    result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
-    return input.copy_(result) if inplace else result
-
-
-def _feature_dropout(
-    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    mask = _mask(part, input, p, channels=True)
-    result = input * (mask / (1 - p) if p < 1 else mask)
-    return input.copy_(result) if inplace else result
-
-
-def _alpha_dropout(
     part: Part,
     input: Tensor,
     p: float = 0.5,
-    training: bool = False,
+    training: bool = True,
     inplace: bool = False,
     channels: bool = False,
+    alpha: bool = False,
 ) -> Tensor:
     if not training or p == 0.0:
         return input
     mask = _mask(part, input, p, channels)
-    # What is dropped becomes the value to which SELU saturates; then mean and variance are as before (Klambauer et al., 2017).
-    scale = ((_SATURATION**2 * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-    result = (input * mask - _SATURATION * (1 - mask) + _SATURATION * p) * scale
+    if alpha:
+        # What is dropped becomes the value to which SELU saturates; then mean and variance are as before (Klambauer et al., 2017).
+        scale = ((_SATURATION**2 * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+        result = (input * mask - _SATURATION * (1 - mask) + _SATURATION * p) * scale
+    else:
+        result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
     return input.copy_(result) if inplace else result
+
+
+def _alpha_dropout(
+    part: Part, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **kind: bool
+) -> Tensor:
+    return _dropout(part, input, p, training, inplace, alpha=True, **kind)
 
 
 def _mask(part: Part, x: Tensor, p: float, channels: bool = False) -> Tensor:
@@ -146,9 +136,9 @@ def _attention(
 DRAWS: dict[Any, Callable[..., Tensor]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,
-    functional.dropout1d: _feature_dropout,
-    functional.dropout2d: _feature_dropout,
-    functional.dropout3d: _feature_dropout,
+    functional.dropout1d: functools.partial(_dropout, channels=True),
+    functional.dropout2d: functools.partial(_dropout, channels=True),
+    functional.dropout3d: functools.partial(_dropout, channels=True),
     functional.alpha_dropout: _alpha_dropout,
     functional.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
     functional.scaled_dot_product_attention: _attention,

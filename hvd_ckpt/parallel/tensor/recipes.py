@@ -14,23 +14,24 @@ A recipe maps names of modules to a kind of split, like PyTorch's ``parallelize_
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import re
-import zlib
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.parallel.tensor.copies import watch_copies
 from hvd_ckpt.parallel.tensor.functions import SHARE, WHOLE
-from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split, watch_blocks
-from hvd_ckpt.parallel.tensor.verification import verification_of
+from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split
+from hvd_ckpt.parallel.tensor.verification import verification_of, watch_frozen
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.utils.cuts import Cut
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,43 +114,38 @@ def tensor_parallel(
             call of the model raises it if it computes other values or gradients than the whole model.
     """
     grid = current()
-    problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
-    kinds = dict[str, str]()
-    try:
-        chosen = {
-            name: (module, kind)
-            for name, (module, kind) in _chosen(model, recipe)
-            if sequence or kind != "block"
-        }
-        kinds = {name: kind for name, (_, kind) in chosen.items()}
-        if sequence and "block" not in kinds.values():
+    cuts: dict[str, dict[str, Cut]] = {}
+    # Within parts.alone() one process stands for a part, and there is no other one to agree with.
+    is_alone = parts.is_alone()
+    with contextlib.nullcontext() if is_alone else errors_on_all("tensor_parallel"):
+        chosen = {name: kind for name, kind in _chosen(model, recipe) if sequence or kind != "block"}
+        if sequence and "block" not in chosen.values():
             raise ValueError(
                 "tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as "
                 '{"layer*": "block"} (those of XLNet have two streams, and cannot be split so)'
             )
-        cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
-        _give_to_modules(chosen, cuts)
-        _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
-    except ValueError as error:
-        problem = str(error)
+        for name, kind in chosen.items():
+            module = model.get_submodule(_module_of(name, kind))
+            cuts.setdefault(_module_of(name, kind), {}).update(_cuts_of(name, module, kind, grid.tensor))
+        _check_ties(model, cuts)
     # Nothing of the model has been changed yet: either all parts split it, or none does.
-    # Within parts.alone() one process stands for a part, and there is no other one to agree with.
-    if grid.size > 1 and not parts.is_alone():
-        _agree(model, kinds, problem)
-    elif problem:
-        raise ValueError(problem)
+    if grid.size > 1 and not is_alone:
+        _check_equal(model, chosen)
     if grid.tensor == 1:
         return model
-    kinds = {name: kind for name, (_, kind) in chosen.items()}
+    kinds = dict.fromkeys(cuts, "features")  # where a parameter is split by itself
+    kinds |= {name: kind for name, kind in chosen.items() if name in cuts}
     split_kinds = _with_regions(kinds)
     verification = None
-    if verify and not parts.is_alone() and not any(one.is_meta for one in model.parameters()):
+    if verify and not is_alone and not any(one.is_meta for one in model.parameters()):
         verification = verification_of(model, lambda twin: _split(twin, split_kinds, cuts))
     _split(model, split_kinds, cuts)
     if verification is not None:
         # A stage calls its blocks, not the model. Modules whose results may be those of a part are not verified alone.
         around = {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
         verification.watch({"": model} if sequence else {"": model, **around})
+    else:
+        watch_frozen(model)
     watch_copies()
     return model
 
@@ -170,22 +166,17 @@ def _split(model: nn.Module, kinds: Mapping[str, str], cuts: Mapping[str, Mappin
         split(module, "column" if kind == "fused" else kind, dict(cuts.get(name, {})), place)
         for attribute in options.split(",") if kind == "heads" and options else ():
             setattr(module, attribute, getattr(module, attribute) // count)
-    if blocks:
-        watch_blocks(model, list(consecutive.values()))
+    for following in consecutive.values():
+        following.watch(model)
 
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _give_to_modules(chosen: dict[str, tuple[nn.Module, str]], cuts: dict[str, dict[str, Cut]]) -> None:
-    """Puts parameters and buffers that a recipe names to the modules that have them."""
-    for name, (module, kind) in list(chosen.items()):
-        if kind.startswith("slice"):
-            owner = _parent(name)
-            del chosen[name]
-            chosen.setdefault(owner, (module, "features"))
-            cuts[owner] = {**cuts.get(owner, {}), **cuts.pop(name)}
+def _module_of(name: str, kind: str) -> str:
+    """Name of the module that is split, or has the parameter or buffer that is."""
+    return _parent(name) if kind.startswith("slice") else name
 
 
 def _with_regions(kinds: Mapping[str, str]) -> dict[str, str]:
@@ -210,8 +201,8 @@ def is_split(model: nn.Module) -> bool:
     return any(cuts_in(module) for module in model.modules())
 
 
-def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Name, module and kind of each module that is split."""
+def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, str]]:
+    """Name and kind of each module, parameter or buffer that is split."""
     modules = dict(model.named_modules())
     if is_split(model):
         raise ValueError("tensor_parallel: the model is split already; call it once")
@@ -230,7 +221,7 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
             f"tensor_parallel: the recipe must map names of modules to kinds of split, got {recipe!r:.99}"
         )
     tensors = {
-        f"{prefix}.{name}".lstrip("."): module
+        f"{prefix}.{name}".lstrip("."): None
         for prefix, module in modules.items()
         for name in (*module._parameters, *module._buffers)
         if getattr(module, name) is not None
@@ -241,7 +232,7 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
                 f"tensor_parallel: {pattern!r:.99} is to be split by {kind!r:.99}; give column, row, fused:3, slice:0, vocabulary, "
                 f"heads:ATTRIBUTES, features or block"
             )
-        named = tensors if kind.startswith("slice") else modules
+        named: Mapping[str, Any] = tensors if kind.startswith("slice") else modules
         names = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             nearest = difflib.get_close_matches(pattern, named, 3, 0.0)
@@ -253,11 +244,11 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
         for name in names:
             # A pattern names the outermost of modules within one another: "layer*" is layer0, and nothing in it.
             if not any(name.startswith(f"{other}.") or other == "" != name for other in names):
-                yield name, (named[name], kind)
+                yield name, kind
 
 
-def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
-    known: dict[str, tuple[nn.Module, str]] = {}
+def _known(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    known: dict[str, str] = {}
     seen: set[nn.Module] = set()
     for prefix, module in modules.items():
         recipe = next(
@@ -270,7 +261,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             # Modules come from the outside in, so where two recipes name one module, that of the outer one counts.
             if there is not None and fits and there not in seen:
                 seen.add(there)
-                known[name] = there, kind
+                known[name] = kind
     return known
 
 
@@ -352,13 +343,13 @@ def _check_computes_itself(where: str, module: nn.Module) -> None:
             )
 
 
-def _check_ties(model: nn.Module, cuts: Mapping[nn.Module, Mapping[str, Cut]]) -> None:
+def _check_ties(model: nn.Module, cuts: Mapping[str, Mapping[str, Cut]]) -> None:
     known: dict[Tensor, Cut | None] = {}
     for name, module in model.named_modules():
         if not (isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)):
             continue  # it may have the parameter of a layer within, as the heads of transformers do
         for attribute, parameter in module.named_parameters(recurse=False):
-            cut = cuts.get(module, {}).get(attribute)
+            cut = cuts.get(name, {}).get(attribute)
             if known.setdefault(parameter, cut) != cut:
                 raise ValueError(
                     f"tensor_parallel: the {attribute} of {name!r} is tied to one that is cut in another way, or not at all; give "
@@ -373,37 +364,22 @@ def _check_divides(where: str, what: str, size: int, parts: int) -> None:
         )
 
 
-def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
-    """Raises ValueError on all parts where one has a problem, or another recipe or model. Collective."""
+def _check_equal(model: nn.Module, kinds: Mapping[str, str]) -> None:
+    """Raises ValueError on all parts where one has another recipe or model. Collective."""
     grid = current()
-    digests = {name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    everyone = grid.gather_objects((problem, dict(kinds), digests, _trainable(model)))
-    for number, (theirs, *_) in enumerate(everyone):
-        if theirs:
-            raise ValueError(theirs if problem else f"{theirs} (on part {number % grid.tensor})")
-    recipes = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
-    for part, (_, recipe, weights, trainable) in enumerate(recipes):
-        if recipe != recipes[0][1]:
+    digests = {
+        name: (tuple(tensor.shape), 0 if tensor.is_meta else int(fingerprint(tensor)))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    everyone = grid.gather_objects((dict(kinds), digests))
+    ours = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
+    first_recipe, first_weights = ours[0]
+    for part, (recipe, weights) in enumerate(ours):
+        if recipe != first_recipe:
             raise ValueError(f"tensor_parallel: parts 0 and {part} have different recipes; give all the same")
-        names = [
-            name for name in {**recipes[0][2], **weights} if recipes[0][2].get(name) != weights.get(name)
-        ]
-        if names:
+        both = {**first_weights, **weights}
+        if names := [name for name in both if first_weights.get(name) != weights.get(name)]:
             raise ValueError(
                 f"tensor_parallel: {names[0]!r} differs between parts 0 and {part}; give all the same model, such as by "
                 f"torch.manual_seed(seed) before it is made"
             )
-        if frozen := sorted(set(recipes[0][3]) ^ set(trainable)):
-            raise ValueError(
-                f"tensor_parallel: requires_grad of {frozen[0]!r} differs between parts 0 and {part}; freeze it on all parts or "
-                f"on none"
-            )
-
-
-def _digest(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    content = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
-    return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy().data)
-
-
-def _trainable(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

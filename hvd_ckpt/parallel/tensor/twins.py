@@ -33,8 +33,12 @@ NAMES = 3  # of parameters in a message
 
 
 class How(NamedTuple):
+    """How a twin computes: in float64, with noise added to its weights, in training mode (with dropout), on a device."""
+
     double: bool
     noise: bool
+    draws: bool
+    device: torch.device
 
 
 class Pass:
@@ -42,19 +46,11 @@ class Pass:
 
     Args:
         twin: a whole model, or a split one, of which the module ``name`` is called.
-        draws: False for evaluation mode, without dropout.
         like: the pass of the whole model, whose results have the shapes that get gradients.
     """
 
     def __init__(
-        self,
-        twin: nn.Module,
-        name: str,
-        arguments: Arguments,
-        how: How,
-        draws: bool,
-        device: torch.device,
-        like: Pass | None = None,
+        self, twin: nn.Module, name: str, arguments: Arguments, how: How, like: Pass | None = None
     ) -> None:
         self.how, module = how, twin.get_submodule(name)
         self.calls: dict[str, Tensor] = {}
@@ -62,10 +58,10 @@ class Pass:
             one.register_forward_hook(lambda module, args, result, path=path: self._note(path, result))
             for path, one in module.named_modules()
         ]
-        if not draws:
+        if not how.draws:
             module.eval()
-        with _apart(device, how.double), silent():
-            leaves = [_own(tensor, how.double, device) for tensor in arguments.tensors]
+        with _apart(how), silent():
+            leaves = [_own(tensor, how) for tensor in arguments.tensors]
             # No leaves, which a model could not change in place, and copies of objects, such as a cache, which it fills.
             given = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
             args, kwargs = copy.deepcopy(arguments.rebuild(given), {id(one): one for one in given})
@@ -128,38 +124,25 @@ class Pass:
                 continue
             if (far := _value_distance(buffer, there, allowed)) > allowed:
                 return f"the buffer '{name}' differs from that of the whole model by {far:.2g} of its norm"
-        pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
-            f"the gradient of argument {number}": pair
-            for number, pair in enumerate(zip(self.inputs, whole.inputs))
-        }
+        pairs = {f"argument {number}": pair for number, pair in enumerate(zip(self.inputs, whole.inputs))}
         for name, gradient in self.gradients.items():
             there, cut = whole.gradients.get(name), self.cuts[name]
-            pairs[f"the gradient of '{name}'"] = (
-                gradient,
-                there if there is None or cut is None else cut.of(there, count, part),
-            )
+            there = there if there is None or cut is None else cut.of(there, count, part)
+            pairs[f"'{name}'"] = gradient, there
         largest = max((float(there.norm()) for _, there in pairs.values() if there is not None), default=0.0)
-        wrong = {
-            name: far
-            for name, (own, there) in pairs.items()
-            if (far := _distance_of(own, there, largest, allowed)) > allowed
-        }
+        distances = {name: _distance_of(*pair, largest, allowed) for name, pair in pairs.items()}
+        wrong = [f"the gradient of {name}" for name, far in distances.items() if far > allowed]
         if not wrong:
             return ""
-        names = ", ".join(list(wrong)[:NAMES]) + (
-            f" and {len(wrong) - NAMES} more" if len(wrong) > NAMES else ""
-        )
-        return f"{names}: differs from that of the whole model by up to {max(wrong.values()):.2g} of its norm"
+        names = ", ".join(wrong[:NAMES]) + f" and {len(wrong) - NAMES} more" * (len(wrong) > NAMES)
+        return f"{names}: differs from that of the whole model by up to {max(distances.values()):.2g} of its norm"
 
     def _first_call(self, whole: Pass, allowed: float) -> str:
         for path, value in self.calls.items():
             there = whole.calls.get(path)
-            if (
-                path
-                and there is not None
-                and there.shape == value.shape
-                and _value_distance(value, there, allowed) > allowed
-            ):
+            if not path or there is None or there.shape != value.shape:
+                continue
+            if _value_distance(value, there, allowed) > allowed:
                 return f"the result of '{path}'"
         return ""
 
@@ -178,7 +161,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def prepared(whole: nn.Module, double: bool, noise: bool) -> nn.Module:
+def prepared(whole: nn.Module, how: How) -> nn.Module:
     """A twin with weights of its own."""
     twin = twin_of(whole)
     generator = torch.Generator().manual_seed(SEED)
@@ -186,32 +169,33 @@ def prepared(whole: nn.Module, double: bool, noise: bool) -> nn.Module:
         for parameter in twin.parameters():
             value = parameter.detach().clone()
             if value.is_floating_point():
-                value = value.double() if double else value
-                if noise:
+                value = value.double() if how.double else value
+                if how.noise:
                     draws = torch.randn(value.shape, generator=generator).to(value)
                     value += NOISE * (1 + value.abs()) * draws
             parameter.data = value
-    return nn.Module.double(twin) if double else twin
+    return nn.Module.double(twin) if how.double else twin
 
 
-def _own(tensor: Tensor, double: bool, device: torch.device) -> Tensor:
-    copy = tensor.detach().to(device, copy=True)
-    if double and copy.is_floating_point():
+def _own(tensor: Tensor, how: How) -> Tensor:
+    copy = tensor.detach().to(how.device, copy=True)
+    if how.double and copy.is_floating_point():
         copy = copy.double()
     return copy.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _apart(device: torch.device, double: bool) -> Iterator[None]:
+def _apart(how: How) -> Iterator[None]:
     """A context with random states of its own, and float64 as the default dtype."""
-    with ExitStack() as restored, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [how.device] if how.device.type == "cuda" else []
+    with ExitStack() as restored, torch.random.fork_rng(devices=devices):
         restored.callback(random.setstate, random.getstate())
         restored.callback(np.random.set_state, np.random.get_state())
         restored.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
-        if double:
+        if how.double:
             torch.set_default_dtype(torch.float64)
         yield
 

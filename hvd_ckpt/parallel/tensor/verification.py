@@ -8,10 +8,9 @@ an error names what a wrong recipe changes, before the first step.
 from __future__ import annotations
 
 import contextvars
-import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.containers import Arguments
 from hvd_ckpt.utils import run_warnings
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.torch_private import disable_dynamo
@@ -88,7 +88,8 @@ class Verification:
         device = next((one.device for one in part.parameters()), torch.device("cpu"))
         if not _fits(self._whole, device):
             return False
-        if name == "" and len({int(row) for row in parts.gather(_digest(arguments.tensors))}) > 1:
+        prints = [fingerprint(tensor).cpu() for tensor in arguments.tensors]
+        if name == "" and len(set(_of_parts(fingerprint(torch.stack(prints)) if prints else 0))) > 1:
             raise ValueError(
                 "tensor_parallel: the parts of a replica called the model with different arguments; give all parts of a replica "
                 "the same batch, that of hc.rank() of hc.size()"
@@ -96,24 +97,23 @@ class Verification:
         problem = ""
         # Kernels of GPUs draw masks of attention that no other order of computation repeats.
         for draws in (True, False) if device.type == "cpu" else (False,):
-            whole = self._whole_pass(name, arguments, draws)
+            whole = self._whole_pass(name, arguments, draws, device)
             if whole is None:
                 return False
-            twin = prepared(self._whole, *whole.how)
+            twin = prepared(self._whole, whole.how)
             self._split(twin)
             try:
-                found = Pass(twin, name, arguments, whole.how, draws, device, whole)
+                found = Pass(twin, name, arguments, whole.how, whole)
             except Exception as error:
                 raise ValueError(
                     f"tensor_parallel: the split model raises {type(error).__name__} where the whole one does not: {error} "
                     f"(correct the recipe, or pass verify=False)"
                 ) from error
             # A module that is called by itself may give what its caller takes from a part.
-            if name and any(map(bool, parts.gather(torch.tensor(found.shapes != whole.shapes)))):
+            if name and any(_of_parts(found.shapes != whole.shapes)):
                 return False
             before, problem = problem, found.difference(whole)
-            rows = parts.gather(torch.tensor(bool(problem)))
-            if not any(map(bool, rows)):
+            if not any(_of_parts(bool(problem))):
                 if draws:
                     return True
                 problem = before and f"{before}, but only in training: random numbers or statistics differ"
@@ -125,20 +125,20 @@ class Verification:
         )
         return True
 
-    def _whole_pass(self, name: str, arguments: Arguments, draws: bool) -> Pass | None:
+    def _whole_pass(self, name: str, arguments: Arguments, draws: bool, device: torch.device) -> Pass | None:
         """The pass of the whole model; None if it cannot be computed from the arguments of a module within it."""
         best: Pass | None = None
         error: Exception | None = None
-        for how in (How(True, True), How(True, False), How(False, False)):
+        for double, noise in ((True, True), (True, False), (False, False)):
             if best is not None and best.is_finite():
                 break
-            twin = prepared(self._whole, *how)
+            how = How(double, noise, draws, device)
             try:
-                best = Pass(twin, name, arguments, how, draws, next(twin.parameters()).device)
+                best = Pass(prepared(self._whole, how), name, arguments, how)
             except Exception as problem:
                 error = problem
         state = 0 if best is None else 1 + 2 * best.how.double + best.how.noise
-        alike = len({int(row) for row in parts.gather(torch.tensor(state))}) == 1
+        alike = len(set(_of_parts(state))) == 1
         if best is None and name == "" and current().part == 0:
             # It may be written for parts. If the arguments are wrong, the model itself raises an error.
             run_warnings.warn(
@@ -160,6 +160,11 @@ def _before_call(module: nn.Module, args: Any, kwargs: Any) -> None:
             _agree_on_frozen(module)
     elif watched.verification.verify(watched.name, module, args, kwargs):
         _forget(module)
+
+
+def watch_frozen(model: nn.Module) -> None:
+    """Compares only what is frozen, whenever the model is called in training."""
+    _watched[model] = _Watched(None, "", model.register_forward_pre_hook(_before_call, with_kwargs=True))
 
 
 def _forget(module: nn.Module) -> None:
@@ -202,22 +207,8 @@ def verification_of(model: nn.Module, split: Split) -> Verification | None:
 
 def _in_a_thread(run: Callable[[], bool]) -> bool:
     """Runs a function in a thread, which has none of the modes, hooks of saved tensors and autocast of this one."""
-    results: list[bool] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(context.run(run))
-        except BaseException as error:
-            errors.append(error)
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=call, name="hvd_ckpt.parallel.tensor.verification")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "hvd_ckpt.parallel.tensor.verification") as thread:
+        return thread.submit(contextvars.copy_context().run, run).result()
 
 
 def _follow(whole: nn.Module, module: nn.Module) -> str:
@@ -262,7 +253,7 @@ def _fits(whole: nn.Module, device: torch.device) -> bool:
     here = max(grid.local_size, 1) if device.type == "cpu" else 1
     need = WEIGHTS * sum(8 * one.numel() for one in whole.parameters())
     enough = need * here < free_memory(device)
-    if all(map(bool, parts.gather(torch.tensor(enough)))):
+    if all(_of_parts(enough)):
         return True
     if grid.number == 0:
         run_warnings.warn(
@@ -271,9 +262,6 @@ def _fits(whole: nn.Module, device: torch.device) -> bool:
     return False
 
 
-def _digest(tensors: list[Tensor]) -> Tensor:
-    digest = 0
-    for tensor in tensors:
-        content = tensor.detach().cpu().contiguous().reshape(-1)
-        digest = zlib.crc32(content.view(torch.uint8).numpy().data, digest)
-    return torch.tensor(digest)
+def _of_parts(number: Tensor | int) -> list[int]:
+    """The number of each part. Collective over the parts."""
+    return [int(row) for row in parts.gather(torch.as_tensor(number))]

@@ -177,7 +177,7 @@ def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

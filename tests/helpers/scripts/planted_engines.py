@@ -9,16 +9,14 @@ import horovod.torch as hvd
 
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
-from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
+from hvd_ckpt.processes.launchers import launched_rank, launched_size
 
 
 class Alone(Engine):
     """Reduces nothing and starts nowhere in particular: every rank goes its own way."""
 
-    title = "alone"
-
     def start(self, folder):
-        self.rank, self.size = launched_rank_and_size()
+        self.rank, self.size = launched_rank(), launched_size()
 
     def wrap(self, model, optimizer, passes=1):
         return model, optimizer
@@ -58,8 +56,6 @@ class Absent(Alone):
 
 class Twice(HvdCkpt):
     """Reduces every gradient again, in an order left to chance: the weights are right all the same."""
-
-    title = "twice"
 
     def wrap(self, model, optimizer, passes=1):
         model, optimizer = super().wrap(model, optimizer, passes)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from same_bits.tensors import tensors_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from benchmarks.tensors import tensors_of
 from hvd_ckpt.app.models.densenet import densenet
 from hvd_ckpt.app.models.gpt import gpt
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -281,31 +280,6 @@ def order() -> None:
         assert model(x()).shape == x().shape
 
 
-def scores() -> None:
-    """Dropout of scores of attention (batch * heads, queries, keys)."""
-    for sequence in (False, True):
-        assert_equal(made(dropout=0.3, merged=True), RECIPE, x(), sequence=sequence)
-
-
-class Noise(nn.Module):
-    def __init__(self, draw: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.up, self.down, self.draw = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        own: Tensor = self.draw(self.up(x).tanh(), 0.3, True)
-        return self.down(own) + self.draw(x, 0.3, True)
-
-
-def draws() -> None:
-    for draw in (
-        functional.dropout, functional.alpha_dropout, functional.dropout1d, functional.feature_alpha_dropout,
-    ):  # fmt: skip
-        assert_equal(Noise(draw), {"up": "column", "down": "row"}, x())
-        model = nn.Sequential(Noise(draw), Noise(draw))
-        assert_equal(model, {"?": "block", "*.up": "column", "*.down": "row"}, x(), sequence=True)
-
-
 TOKENS = torch.randint(0, 64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -398,8 +372,6 @@ CASES = {
         shared,
         memory,
         order,
-        scores,
-        draws,
         transformers,
         rounding,
         refused,

@@ -22,7 +22,7 @@ from hvd_ckpt.utils.cuts import cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 43, "width": 16, "heads": 4, "layers": 2}
 SEQUENCE = sys.argv[-1] == "sequence"
-LENGTH, BATCH, STEPS = 8 if SEQUENCE else 7, 3, 3
+LENGTH, BATCH, STEPS = 8 if SEQUENCE else 7, 3, 2
 CLOSE = 2e-5  # relative to the norm of a tensor
 
 
@@ -35,8 +35,7 @@ def of_transformers(chain: Any) -> nn.Module:
             self.model = model
 
         def forward(self, tokens: Tensor, **masks: Tensor) -> Tensor:
-            scores: Tensor = self.model(tokens, **masks).logits
-            return scores
+            return self.model(tokens, **masks).logits
 
     return Scores(chain.transformers_model)
 

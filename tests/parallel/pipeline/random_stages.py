@@ -32,8 +32,7 @@ def block(stashed: list[str], popped: list[str], dropout: float) -> nn.Module:
                 yield hc.skip.stash(name, y)
             return x + y
 
-    made: nn.Module = Block()
-    return made
+    return Block()
 
 
 class Program:

@@ -29,8 +29,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def make(blocks: int = 3) -> nn.Sequential:
@@ -168,7 +167,7 @@ def test_errors() -> None:
     ]:
         arguments = {"compute": compute, "batch": tokens(), "micro_batches": 2, **wrong}
         with pytest.raises(error, match=message):
-            hc.accumulate(**arguments)  # type: ignore[arg-type]
+            hc.accumulate(**arguments)
 
 
 POLICY = Policy(("linear", "gelu", "linear"), frozenset({1}))

@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+from same import assert_same
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -47,17 +48,6 @@ def terms(part: Batch) -> Tensor:
     return (part.targets != NONE).sum()
 
 
-class SyncedBlock(nn.Sequential):
-    """Batch norm over the batches of all ranks, which exchange sums in the backward pass as well."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__(nn.Linear(6, 6), norm, nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        return out
-
-
 def chain(*middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(7)
     layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]
@@ -70,12 +60,6 @@ def distributed(model: nn.Module) -> Any:
         named_parameters=model.named_parameters(),
         bucket_cap_mb=3e-4,
     )
-
-
-def close(left: list[Any], right: list[Any], tolerance: float = 1e-9) -> None:
-    assert len(left) == len(right) > 0
-    for one, other in zip(left, right):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -99,35 +83,16 @@ def test_trains_as_one_process_with_the_samples_of_all(checkpoint: str, use_reen
             across_ranks=True,
         )
         optimizer.synchronize()
-        close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], 1e-9)
         part = torch.stack([loss * weight, torch.tensor(weight).double()])
         losses = hc.allgather(part[None], name="losses")
-        close([losses[:, 0].sum() / losses[:, 1].sum()], [expected.detach()])
+        assert_same([losses[:, 0].sum() / losses[:, 1].sum()], [expected.detach()], 1e-9)
         with optimizer.skip_synchronize():
             optimizer.step()
         reference.step()
         last = optimizer.reduction_stats.last
         assert set(last.launches.values()) == {1} and len(last.launches) > 2
         assert step == 0 or not last.late_gradients
-
-
-def test_a_rank_without_terms_gives_the_others_no_nan() -> None:
-    """Its backward pass runs, and exchanges what a synchronized batch norm exchanges."""
-    plain, model = chain(SyncedBlock(nn.BatchNorm1d(6))), chain(SyncedBlock(hc.SyncBatchNorm(6)))
-    model.load_state_dict(plain.state_dict())
-    mean_loss(plain, everybodys(0)).backward()
-    optimizer = distributed(model)
-
-    def compute(part: Batch) -> Tensor:
-        valid = part.targets != NONE
-        losses = nn.functional.cross_entropy(
-            model(*part.inputs).flatten(0, 1), part.targets.flatten().clamp(min=0), reduction="none"
-        )
-        return (losses * valid.flatten()).sum() / valid.sum()
-
-    hc.accumulate(compute, samples(0, hc.rank()), 1, weight=terms, across_ranks=True)
-    optimizer.synchronize()
-    close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 def seen_by(rank: int) -> list[Tensor]:
@@ -158,7 +123,7 @@ def test_statistics_pooled_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for norm, inputs, weight in ((model[0], everything, 0.19), (model[2], second, 1.0)):
         values = torch.cat(inputs).transpose(0, 1).flatten(1)
         assert norm.num_batches_tracked == 2
-        close([norm.running_mean], [weight * values.mean(1)])
-        close([norm.running_var], [1 - weight + weight * values.var(1)])
+        assert_same([norm.running_mean], [weight * values.mean(1)], 1e-9)
+        assert_same([norm.running_var], [1 - weight + weight * values.var(1)], 1e-9)
     states = hc.allgather_object({name: value.tolist() for name, value in model.state_dict().items()})
     assert all(state == states[0] for state in states)

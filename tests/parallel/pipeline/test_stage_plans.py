@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.plan_show import schedule_lines
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_costs
-from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner, spans_of
+from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
-from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.memory import recording_marks
@@ -148,8 +145,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return result
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 def loss_of(output: Tensor, targets: object = None) -> Tensor:
@@ -265,17 +261,6 @@ def test_a_pipeline_takes_a_plan_for_its_stages_alone(planner: Planner) -> None:
         hc.Pipeline(chain(5), plan=plan)
 
 
-def test_the_schedule_is_drawn_as_text(planner: Planner) -> None:
-    pipeline = planner.plan_parts(StageLayout(3, 4), None).pipeline
-    assert isinstance(pipeline, PipelinePlan)
-    parts = tuple(replace(part, forward_seconds=1.0, backward_seconds=2.0) for part in pipeline.parts)
-    lines = schedule_lines(spans_of(replace(pipeline, parts=parts)), 400)
-    assert [len(line) for line in lines] == [400] * 3
-    for line in lines:
-        assert sorted(one for one in line if one.isdigit()) == sorted("00112233")
-    assert lines[0].startswith("0") and lines[2].startswith(".") and lines[0].endswith("=")
-
-
 class Slow(Layer):
     """Takes much longer than the others."""
 
@@ -298,21 +283,6 @@ def test_cuts_by_measured_time_and_bytes() -> None:
     assert all(one.grad is None for one in model.parameters())
     with pytest.raises(ValueError, match="8 blocks"):
         balance_costs(costs, 9)
-
-
-def test_a_pipeline_is_cut_by_a_sample() -> None:
-    """With two chunks of the model on one stage."""
-    for kind, model, expected in (
-        ("time", nn.Sequential(Layer(), Layer(), Layer(), Slow()), [3, 1]),
-        ("size", nn.Sequential(nn.Linear(16, 20000), nn.Linear(20000, 16), Layer(), Layer()), [1, 3]),
-    ):
-        sample = torch.randn(64, 16)
-        options = {"chunks": 2, "schedule": "interleaved", "virtual_stages": 2}
-        assert hc.Pipeline(model, kind, sample=sample, **options).balance == expected
-        with pytest.raises(ValueError, match=f"balance='{kind}' needs sample"):
-            hc.Pipeline(model, kind, **options)
-    with pytest.raises(ValueError, match="'bytes'"):
-        hc.Pipeline(chain(), "bytes", sample=torch.randn(4, 16), chunks=2)
 
 
 def test_a_tied_parameter_counts_in_its_first_block() -> None:

@@ -153,8 +153,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class Program(NamedTuple):

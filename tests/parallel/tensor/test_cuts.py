@@ -18,10 +18,9 @@ from hvd_ckpt.parallel.tensor.functions import SPLIT
 from hvd_ckpt.parallel.tensor.region import Region
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import Grid, pretending
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.snapshots.ranges import Elements
+from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import CutMetadata, Manifest, TensorMetadata
+from hvd_ckpt.snapshots.schema import CutMetadata, Manifest, Range, TensorMetadata
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}
@@ -159,7 +158,7 @@ def test_state_of_any_number_of_parts_is_cut_anew(
         Snapshot, "open_file", lambda snapshot, rank: lambda name, a, b: values[rank][name][a:b]
     )
     start, stop = own.place_of(here[1])
-    (found,) = Snapshot(Path(), manifest).read([Elements("w", start, stop, own)])
+    (found,) = Snapshot(Path(), manifest).read([Range("w", start, stop, own)])
     assert torch.equal(found, cut.of(whole, *here).reshape(-1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from hvd_ckpt.app.compare.runner.jobs import join_torch, launched_rank_and_size
+from hvd_ckpt.app.compare.runner.jobs import join_torch
+from hvd_ckpt.processes.launchers import launched_rank, launched_size
 
 Functions = Sequence[Callable[..., Any]]
 
@@ -34,22 +35,20 @@ class Engine(ABC):
         **options: of the project's own wrapper, beside those that the engine always gives it.
 
     Attributes:
-        title: the name in tables.
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         reduces_by: the project whose calls reduce its gradients, one tensor or bucket at a time: ``horovod``, ``ddp`` or ``apex``;
             empty where no gradient is reduced as a whole.
-        defaults: of the options.
+        checkpoint, grad_scaler: PyTorch's own unless the engine brings another.
         device: of this process; set before :meth:`start`.
         suites: of ``benchmarks`` whose engines it is one of without being asked for.
         shares: models of one job may share their parameters, as :meth:`wrap` changes nothing of them.
-        workload: what is trained; set by the benchmarks before :meth:`wrap`, as are ``example``, inputs and targets of the first
-            batch, and ``peaks``, bytes of a step with the engines before this one.
+        workload: what is trained; set by the benchmarks before :meth:`wrap`, as is ``example``, inputs and targets of the first
+            batch.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
 
-    title: ClassVar[str]
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
     reduces_by: ClassVar[str] = ""
@@ -58,7 +57,8 @@ class Engine(ABC):
     shares: ClassVar[bool] = False
     workload: Any = None
     example: tuple[Tensor, Tensor]
-    peaks: Mapping[str, int]
+    checkpoint: Callable[..., Any] = staticmethod(checkpoint)
+    grad_scaler: Callable[..., Any] = staticmethod(torch.amp.GradScaler)
     device = torch.device("cpu")
     rank: int
     size: int
@@ -71,13 +71,9 @@ class Engine(ABC):
         """Why it cannot run here, in a clause; None where it can."""
         return None
 
-    def refuses(self, workload: Any) -> str | None:
-        """Why it cannot train this workload by design, in a clause; None where it can."""
-        return None
-
     def start(self, folder: Path) -> None:
         """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
-        self.rank, self.size = launched_rank_and_size()
+        self.rank, self.size = launched_rank() or 0, launched_size()
 
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
@@ -85,10 +81,6 @@ class Engine(ABC):
 
         ``passes`` is the most backward passes before an update.
         """
-
-    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
-        """Apply ``function``, recomputed: PyTorch's own unless the engine brings another."""
-        return checkpoint(function, *inputs, use_reentrant=use_reentrant)
 
     def checkpoint_sequential(
         self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
@@ -100,7 +92,7 @@ class Engine(ABC):
         bound = (
             [functools.partial(function, **shared) for function in functions] if shared else list(functions)
         )
-        return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
+        return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[misc]
 
     def prepare(self, model: nn.Module) -> None:  # noqa: B027  # most engines have nothing to do
         """Called before each step of a benchmark, outside of the time that is measured."""
@@ -116,16 +108,12 @@ class Engine(ABC):
         return sum(run_backward(loss, len(losses)) for loss in losses)
 
     def update(self, model: nn.Module, optimizer: Any) -> None:
-        """The update after :meth:`accumulate`."""
+        """The update after :meth:`accumulate`, or after backward passes within Apex's ``scale_loss``."""
         optimizer.step()
 
     def held(self, model: nn.Module, optimizer: Any) -> Held:
         """The tensors that are held between :meth:`accumulate` and :meth:`update`; of what is distributed, this rank's part."""
         return held_by(model.parameters(), optimizer)
-
-    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
-        """Scales losses: PyTorch's own unless the engine brings another."""
-        return torch.amp.GradScaler(device)
 
     def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """The update after a backward pass of a scaled loss."""
@@ -134,17 +122,9 @@ class Engine(ABC):
     def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
         """Called at the end of Apex's ``scale_loss``."""
 
-    def apex_step(self, optimizer: Optimizer) -> None:
-        """The update after a backward pass within Apex's ``scale_loss``."""
-        optimizer.step()
-
     def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
         """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
         return nullcontext()
-
-    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of all ranks' tensors; every rank calls it."""
@@ -174,7 +154,7 @@ class OnTorch(Engine):
 def run_backward(loss: Callable[[], Tensor], passes: int) -> float:
     """The forward and backward pass of a micro-batch; its part of the mean loss."""
     part = loss() / passes
-    part.backward()  # type: ignore[no-untyped-call]
+    part.backward()
     return part.item()
 
 
@@ -193,5 +173,4 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)

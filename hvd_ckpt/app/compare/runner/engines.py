@@ -1,4 +1,4 @@
-"""The engines on data parallelism, and the registry.
+"""The engines of the comparison, and the registry.
 
 Each is what that project's documentation tells its user to write, and no more. To add one, write a subclass of :class:`Engine` and
 enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
@@ -6,37 +6,25 @@ enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.runner.engine import (
-    Engine,
-    Functions,
-    Held,
-    OnTorch,
-    gradients_of,
-    held_by,
-    run_backward,
-)
+from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch, run_backward
 from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.utils.named import import_named
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class OneProcess(Engine):
     """No other ranks, and nothing to reduce: the engine of the reference."""
 
-    title = "one process"
     rank, size = 0, 1
 
     def start(self, folder: Path) -> None:
@@ -47,17 +35,23 @@ class OneProcess(Engine):
 
 
 class HorovodFamily(Engine):
-    """The launcher, the recipes and the names that this library and stock Horovod share."""
+    """What this library and stock Horovod share, which is all but an import."""
 
     uses_horovod = True
     wraps_after_apex = False
     reduces_by = "horovod"
+    project: Any
 
     def start(self, folder: Path) -> None:
-        """What is left to do after the project's own start."""
-        import horovod.torch as hvd
-
+        self.project.init()
         self.rank, self.size = hvd.rank(), hvd.size()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        named = model.named_parameters()
+        optimizer = self.project.DistributedOptimizer(optimizer, named_parameters=named, **self.options)
+        self.project.broadcast_parameters(model.state_dict(), root_rank=0)
+        self.project.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, optimizer
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
         # Gradients must be ready when accumulate() ends, and step() would be the one to wait for them. So
@@ -71,22 +65,13 @@ class HorovodFamily(Engine):
             optimizer.step()
 
     def mean(self, tensor: Tensor) -> Tensor:
-        import horovod.torch as hvd
-
-        mean: Tensor = hvd.allreduce(tensor)
-        return mean
+        return hvd.allreduce(tensor, name="hvd_ckpt.compare.mean")
 
     def after_apex_backward(self, optimizer: Any) -> None:
         optimizer.synchronize()
 
-    def apex_step(self, optimizer: Any) -> None:
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
     @contextmanager
     def uneven(self, model: nn.Module) -> Iterator[None]:
-        import horovod.torch as hvd
-
         yield
         # Ranks that are out of data add zeros to the sums of the others, and take no steps meanwhile. The
         # last one has taken all of them, so that its weights are the result.
@@ -97,145 +82,20 @@ class HorovodFamily(Engine):
 class HvdCkpt(HorovodFamily):
     """This library."""
 
-    title = "hvd_ckpt"
-
-    def start(self, folder: Path) -> None:
-        hc.init()
-        super().start(folder)
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        optimizer = hc.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), **self.options
-        )
-        hc.broadcast_parameters(model.state_dict(), root_rank=0)
-        hc.broadcast_optimizer_state(optimizer, root_rank=0)
-        return model, optimizer
-
-    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
-        return hc.checkpoint(function, *inputs, use_reentrant=use_reentrant)
-
-    def checkpoint_sequential(
-        self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
-    ) -> Any:
-        return hc.checkpoint_sequential(functions, segments, *inputs, use_reentrant=use_reentrant, **shared)
-
-    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
-        return hc.GradScaler(device)
-
-
-class LogicalReplicas(HvdCkpt):
-    """This library with as many logical replicas as ranks."""
-
-    title = "hvd_ckpt, replicas"
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        optimizer = hc.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), model=model, replicas=self.size
-        )
-        hc.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model, optimizer
-
-    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
-        optimizer.zero_grad()
-        mean = 0.0
-        for backward_pass in optimizer.local_replicas():
-            with backward_pass:
-                mean += sum(run_backward(loss, len(losses)) for loss in losses)
-        optimizer.synchronize()
-        return mean
-
-    def refuses(self, workload: Any) -> str | None:
-        return "replicas draw random numbers of their own; python -m benchmarks replicas compares them"
-
-
-class Local(HvdCkpt):
-    """This library's local SGD, by default with an average after every step; buffers stay each rank's own, as with the others."""
-
-    title = "hvd_ckpt, local SGD"
-    reduces_by = ""
-    defaults: ClassVar[dict[str, Any]] = {"every": 1}
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
-
-    def refuses(self, workload: Any) -> str | None:
-        if workload.uneven or workload.scales_loss:
-            return "ranks must take equally many steps, and an overflow skips a step of its rank only"
-        if workload.half:
-            return "each rank rounds its own half-precision weights before they are averaged"
-        together = workload.alike or workload.static
-        return None if together else "momentum rests on ranks that do not use a layer"
-
-
-class Sharded(HvdCkpt):
-    """This library with the model's states split over the ranks, and the backward passes of a step reduced together.
-
-    Args:
-        shard: the stage, from 1 to 3; other options may be those of ``hc.Shard``, too.
-    """
-
-    title = "hvd_ckpt, sharded"
-    defaults: ClassVar[dict[str, Any]] = {"master_weights": False}
-    reduces_by = ""  # a shard is not the gradient of a parameter
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        options = dict(self.options)
-        names = {field.name for field in dataclasses.fields(hc.Shard)} & options.keys()
-        shard = hc.Shard(options.pop("shard"), **{name: options.pop(name) for name in names})
-        sharded = hc.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=passes,
-            shard=shard,
-            model=model,
-            **options,
-        )
-        return model, sharded
-
-    def held(self, model: nn.Module, optimizer: Any) -> Held:
-        pieces = [piece.parameter for piece in optimizer.pieces]
-        held = held_by([*model.parameters(), *pieces], optimizer)
-        # From stage 2 on the gradients of parameters have left: only those of the pieces are held.
-        return (
-            held if self.options["shard"] > 1 else held._replace(gradients=gradients_of(model.parameters()))
-        )
-
-    def refuses(self, workload: Any) -> str | None:
-        if workload.uneven:
-            return "sharded ranks need each other in every step"
-        if self.options["shard"] == 3 and not workload.alike:
-            return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
-        return None
-
-    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        with optimizer.gathered_parameters():
-            # Copies: the parameters have only this rank's part again when the context ends.
-            return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
+    project = hc
+    checkpoint: Callable[..., Any] = staticmethod(hc.checkpoint)
+    checkpoint_sequential: Callable[..., Any] = staticmethod(hc.checkpoint_sequential)
+    grad_scaler: Callable[..., Any] = staticmethod(hc.GradScaler)
 
 
 class Horovod(HorovodFamily):
     """Horovod as it comes, with its own default fusion."""
 
-    title = "Horovod"
-
-    def start(self, folder: Path) -> None:
-        import horovod.torch as hvd
-
-        hvd.init()
-        super().start(folder)
+    project = hvd
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        import horovod.torch as hvd
-
-        optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=passes,
-            **self.options,
-        )
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return model, optimizer
+        self.options["backward_passes_per_step"] = passes  # which this library learns
+        return super().wrap(model, optimizer)
 
     def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
         optimizer.synchronize()
@@ -247,7 +107,6 @@ class Horovod(HorovodFamily):
 class DDP(OnTorch):
     """PyTorch's DistributedDataParallel, each rank with its own batch-norm statistics as in Horovod."""
 
-    title = "PyTorch DDP"
     reduces_by = "ddp"
     defaults: ClassVar[dict[str, Any]] = {"broadcast_buffers": False}
 
@@ -269,10 +128,9 @@ class DDP(OnTorch):
             yield
 
 
-class ApexDDP(DDP):
-    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL."""
+class ApexDDP(OnTorch):
+    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL; it has nothing for uneven steps."""
 
-    title = "Apex DDP"
     reduces_by = "apex"
 
     @classmethod
@@ -286,29 +144,20 @@ class ApexDDP(DDP):
 
         return DistributedDataParallel(model), optimizer
 
-    @contextmanager
-    def uneven(self, model: nn.Module) -> Iterator[None]:
-        yield  # it has nothing for it
 
-
-def variant(engine: type[Engine], title: str, **options: Any) -> type[Engine]:
+def variant(engine: type[Engine], **options: Any) -> type[Engine]:
     """The same engine with other defaults of its options."""
-    return type(engine.__name__, (engine,), {"title": title, "defaults": {**engine.defaults, **options}})
+    return type(engine.__name__, (engine,), {"defaults": {**engine.defaults, **options}})
 
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
     "horovod": Horovod,
-    "horovod-groups": variant(Horovod, "Horovod, groups=2", groups=2),  # each travels as one
+    "horovod-groups": variant(Horovod, groups=2),  # each travels as one
     "ddp": DDP,
-    "ddp-find-unused": variant(DDP, "DDP find_unused", find_unused_parameters=True),
-    "ddp-static": variant(DDP, "DDP static_graph", static_graph=True),
+    "ddp-find-unused": variant(DDP, find_unused_parameters=True),
+    "ddp-static": variant(DDP, static_graph=True),
     "apex": ApexDDP,
-    "shard-1": variant(Sharded, "hvd_ckpt, stage 1", shard=1),
-    "shard-2": variant(Sharded, "hvd_ckpt, stage 2", shard=2),
-    "shard-3": variant(Sharded, "hvd_ckpt, stage 3", shard=3),
-    "replicas": LogicalReplicas,
-    "local": Local,
 }
 
 

@@ -1,32 +1,44 @@
-"""Jobs: ranks that a launcher starts together on this machine, with their settings and the result of each.
+"""Jobs: ranks that a launcher starts together on this machine, with their settings and what each of them tells.
 
-A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``rank0.json``, ``rank1.json``, ... with the results.
+A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, and the events of each rank in ``rank0.jsonl``, ...:
+JSON lines with the rank, the time, and what happened. Every rank (:mod:`.rank`) tells
+
+    born (pid)         its process has begun
+    done (value)       its worker has returned this value
+    error (message)    its worker has raised this error, which ends the process
+
+and a worker may tell more in between. :func:`follow` reads the files while they grow.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
+from typing_extensions import Self
 
 from hvd_ckpt.processes.commands import Process, error_line
-from hvd_ckpt.processes.launchers import launched_rank, whole_in
+from hvd_ckpt.processes.launchers import launched_rank, launched_size
 from hvd_ckpt.processes.probe import launcher_environment
-from hvd_ckpt.utils.extras import explain_import_error
+from hvd_ckpt.utils.extras import explain_import_error, first_line
 from hvd_ckpt.utils.plain_data import write_text
 
 if TYPE_CHECKING:
     import torch
 
-LONGEST_REASON = 300
+GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
+POLL_SECONDS = 0.05
 RANK = "hvd_ckpt.app.compare.runner.rank"  # the program of each rank
 
 R = TypeVar("R")
+Event = dict[str, Any]
 
 
 class JobError(Exception):
@@ -34,21 +46,30 @@ class JobError(Exception):
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a job has no result: ``kind`` is ``error`` or ``hang``, ``message`` one line."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
 class RankJob:
     """Ranks that are started together. Subclasses are frozen dataclasses whose fields JSON can hold.
 
     Attributes:
-        worker: the function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank.
         ends_at_once: a rank whose result is written ends without the orderly end of what it has loaded.
-        folder: of this job alone.
-        size: number of ranks.
     """
 
-    worker: ClassVar[str]
     ends_at_once: ClassVar[bool] = False
 
     folder: Path
     size: int
+
+    @property
+    def worker(self) -> str:
+        """The function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank."""
+        raise NotImplementedError
 
     @property
     def file(self) -> Path:
@@ -60,28 +81,103 @@ class RankJob:
         """The output of the launcher and all ranks."""
         return self.folder / "log.txt"
 
-    def result_file(self, rank: int) -> Path:
-        """The result of a rank."""
-        return self.folder / f"rank{rank}.json"
-
-    def error_file(self, rank: int) -> Path:
-        """The error that ended a rank, in one line."""
-        return self.folder / f"rank{rank}.error"
-
     def save(self) -> None:
         """Makes the folder and writes :attr:`file`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_json(self, self.file)
+        write_text(to_json(self, inf_nan_mode="constants").decode() + "\n", self.file)
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """The job that :meth:`save` wrote."""
+        return TypeAdapter(cls).validate_json(file.read_bytes())
+
+    def tell(self, event: str, **values: Any) -> None:
+        """Writes an event of this rank; losses and differences in it may be infinite."""
+        rank = launched_rank() or 0
+        line = {"event": event, "rank": rank, "time": time.time(), **values}
+        with (self.folder / f"rank{rank}.jsonl").open("ab") as stream:
+            stream.write(to_json(line, inf_nan_mode="constants") + b"\n")
 
 
-def save_json(value: Any, file: Path) -> None:
-    """Writes a dataclass or a list of such; losses and differences may be infinite."""
-    write_text(to_json(value, inf_nan_mode="constants").decode() + "\n", file)
+class EventReader:
+    """Reads the events that the ranks of one job have written since the last call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> list[Event]:
+        """New events of all ranks, oldest first; a line that is not finished yet waits for the next call."""
+        events: list[Event] = []
+        for path in sorted(self._folder.glob("rank*.jsonl")):
+            with path.open("rb") as stream:
+                stream.seek(self._read.get(path, 0))
+                text = stream.read()
+            complete = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(complete)
+            events += [json.loads(line) for line in complete.splitlines()]
+        return sorted(events, key=lambda event: float(event["time"]))
 
 
-def load_json(kind: type[R], file: Path) -> R:
-    """The value of that type that :func:`save_json` wrote."""
-    return TypeAdapter(kind).validate_json(file.read_bytes())
+def follow(
+    statuses: Callable[[], Sequence[int | None]],
+    job: RankJob,
+    limit: Callable[[Sequence[Event]], float],
+    listener: Callable[[Event], object] = lambda event: None,
+) -> tuple[list[Event], Failure | None]:
+    """Follows a job to its end, or to a reason to end it; returns all events, and what went wrong.
+
+    Args:
+        statuses: of the processes, None of those that run.
+        limit: takes the events so far to the seconds that all ranks may be silent now.
+    """
+    reader, events = EventReader(job.folder), list[Event]()
+    last, failing = time.monotonic(), False
+    while True:
+        # Before the events are read: what a rank wrote just before its end would be missed otherwise.
+        found = statuses()
+        status = next((status for status in found if status), 0)
+        new = reader.new()
+        for event in new:
+            listener(event)
+        events += new
+        if new:
+            last = time.monotonic()
+        quiet, longest = time.monotonic() - last, limit(events)
+        failing = failing or status != 0 or any(event["event"] == "error" for event in new)
+        # One rank's error leaves the others waiting in a collective. They get a moment to say what went wrong for them.
+        if None not in found or (failing and quiet > GRACE_SECONDS):
+            return events, _failure(events, job, status)
+        if not failing and quiet > longest:
+            return events, Failure("hang", f"no rank did a step for {longest:.0f} s; {_whereabouts(events)}")
+        time.sleep(POLL_SECONDS)
+
+
+def ranks_at(events: Sequence[Event], name: str) -> int:
+    """How many ranks have told an event."""
+    return len({event["rank"] for event in events if event["event"] == name})
+
+
+def _failure(events: Sequence[Event], job: RankJob, status: int) -> Failure | None:
+    # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
+    for event in events:
+        if event["event"] == "error":
+            return Failure("error", event["message"])
+    if status:
+        return Failure("error", f"a rank ended with status {status}: {error_line(job.log_file)}")
+    if ranks_at(events, "done") < job.size:
+        return Failure("error", f"the ranks ended before they were done: {error_line(job.log_file)}")
+    return None
+
+
+def _whereabouts(events: Sequence[Event]) -> str:
+    """The last event of each rank, such as ``rank 0 after step 2, rank 1 after ready``."""
+    last = {event["rank"]: event for event in events}
+    places = [
+        f"rank {rank} after {event['event']}" + (f" {event['step']}" if "step" in event else "")
+        for rank, event in sorted(last.items())
+    ]
+    return ", ".join(places) or "no rank has started"
 
 
 def rank_environment(threads: int | None = None) -> dict[str, str]:
@@ -111,14 +207,10 @@ def run_job(
     """Runs a job and returns the result of each rank, in rank order.
 
     Args:
-        job: the job; its folder is made.
         result: the type of what the worker returns: a dataclass, or a list or dict of such.
-        controller: ``gloo`` or ``mpi``.
         timeout: seconds after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
-        environment: further variables of the ranks.
         within: the words of a command that runs the launcher, which follows them.
-        options: of the launcher.
 
     Raises:
         JobError: a rank failed, or the job took longer than ``timeout`` seconds.
@@ -126,37 +218,17 @@ def run_job(
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
     command = [*within, *launch_command(job.size, controller, RANK, job.worker, job.file, options=options)]
-    results = [job.result_file(rank) for rank in range(job.size)]
-    errors = [job.error_file(rank) for rank in range(job.size)]
-    run_command(command, job.log_file, variables, timeout, results, errors)
-    return [load_json(result, file) for file in results]
+    with Process(command, job.log_file, variables) as process:
+        events, failure = follow(lambda: [process.status], job, lambda events: timeout)
+    if failure is not None:
+        raise JobError(f"{failure.message} (log: {job.log_file})")
+    return results_of_ranks(events, result)
 
 
-def run_command(
-    command: Sequence[str],
-    log: Path,
-    environment: Mapping[str, str],
-    timeout: float,
-    results: Sequence[Path] = (),
-    errors: Sequence[Path] = (),
-) -> None:
-    """Runs a command with its output in a log.
-
-    Args:
-        results: files that it has to leave.
-        errors: files where it may say what went wrong; the oldest counts. By default its log does.
-
-    Raises:
-        JobError: it failed, or took longer than ``timeout`` seconds.
-    """
-    with Process(command, log, environment) as process:
-        status = process.wait(timeout)
-    if status is None:
-        raise JobError(f"no end after {timeout:.0f} s (log: {log})")
-    if status != 0 or not all(file.exists() for file in results):
-        left = [file for file in errors if file.exists()]
-        told = min(left, key=lambda file: file.stat().st_mtime_ns).read_text() if left else error_line(log)
-        raise JobError(f"{told} (status {status}, log: {log})")
+def results_of_ranks(events: Sequence[Event], result: type[R]) -> list[R]:
+    """What the worker of each rank returned, in rank order."""
+    values = {event["rank"]: event["value"] for event in events if event["event"] == "done"}
+    return [TypeAdapter(result).validate_python(values[rank]) for rank in sorted(values)]
 
 
 def own_device(kind: str) -> torch.device:
@@ -171,41 +243,19 @@ def own_device(kind: str) -> torch.device:
     return device
 
 
-def launched_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
-
-    Raises:
-        RuntimeError: no launcher that sets them started this process.
-    """
-    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        rank, size = map(whole_in, names)
-        if rank is not None and size is not None:
-            return rank, size
-    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
-
-
 def join_torch(folder: Path, device: torch.device | None = None) -> None:
-    """Makes this process a rank of ``torch.distributed``, over Gloo, and over NCCL for tensors of a GPU.
-
-    Args:
-        folder: of the job.
-        device: of this rank, if that is a GPU.
-    """
+    """Makes this process a rank of ``torch.distributed``, over Gloo, and over NCCL for tensors of a GPU."""
     import torch
 
-    rank, size = launched_rank_and_size()
     torch.distributed.init_process_group(
         "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=size,
+        rank=launched_rank() or 0,
+        world_size=launched_size(),
     )
 
 
 def reason(error: BaseException) -> str:
-    """An error as one line: its type and the first line of its text; a missing package with the way to get it."""
-    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
-        return explain_import_error(error) or f"{error.name} is not installed"
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
+    """An error as one line: its type and the first line of its text; of a missing package the way to get it."""
+    explained = explain_import_error(error) if isinstance(error, ImportError) else None
+    return explained or f"{type(error).__name__}: {first_line(error)}"

