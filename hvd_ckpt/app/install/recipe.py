@@ -98,6 +98,9 @@ def _before(file: str, text: str, added: str) -> tuple[str, str, str]:
 # - a new function sleeps until an operation is done, in place of one look after the other;
 # - Gloo says that it is ready to receive from a rank before it sends to that rank. Said after the message, which may be long, it
 #   let messages between two ranks pass one way at a time, at half the speed of the network;
+# - Horovod's thread takes tensors that Python does not know. From PyTorch 2.10 on, a thread that drops a tensor of Python's takes
+#   the interpreter's lock: messages waited for Python code, and in CPython before 3.11.8 a process that was forked meanwhile, such
+#   as a worker of a loader, could hang;
 # - horovodrun says in one line which rank has failed, whose own error stands above, instead of a traceback of its own;
 # - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.
 PATCHES = (
@@ -217,7 +220,24 @@ PATCHES = (
     ),
     _after(
         "horovod/torch/handle_manager.h",
+        "#include <unordered_map>\n",
+        "#include <vector>\n#include <torch/extension.h>\n",
+    ),
+    _after(
+        "horovod/torch/handle_manager.h",
+        "  std::unordered_map<int, std::shared_ptr<Status>> results_;\n",
+        "  std::unordered_map<int, std::vector<::torch::Tensor>> kept_;\n",
+    ),
+    _after(
+        "horovod/torch/handle_manager.cc",
+        "  auto status = results_[handle];\n  results_.erase(handle);\n",
+        "  kept_.erase(handle);\n",
+    ),
+    _after(
+        "horovod/torch/handle_manager.h",
         "  bool PollHandle(int handle);\n",
+        "  void Keep(int handle, const std::vector<::torch::Tensor>& tensors) {\n"
+        "    std::lock_guard<std::mutex> guard(mutex_);\n    kept_[handle] = tensors;\n  }\n"
         "  void WaitFor(int handle, double seconds) {\n"
         "    std::unique_lock<std::mutex> lock(mutex_);\n"
         "    marked_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {\n"
@@ -235,6 +255,77 @@ PATCHES = (
         '  m.def("horovod_torch_wait_for", [](int handle, double seconds) {\n'
         "    py::gil_scoped_release release_python_gil;\n"
         "    handle_manager.WaitFor(handle, seconds);\n  });\n",
+    ),
+    (
+        "horovod/torch/adapter_v2.cc",
+        "TorchTensor::TorchTensor(::torch::Tensor tensor) : tensor_(tensor) {}",
+        "TorchTensor::TorchTensor(::torch::Tensor tensor)\n    : tensor_(tensor.tensor_data()) {}",
+    ),
+    _after(
+        "horovod/torch/adapter_v2.cc",
+        "  *tensor = std::make_shared<TorchTensor>(outputs_.at(output_index));\n",
+        "  outputs_.at(output_index) = outputs_.at(output_index).tensor_data();\n",
+    ),
+    *(
+        _after(
+            "horovod/torch/mpi_ops_v2.cc",
+            f"int Do{operation} {{\n  ThrowIfError(common::CheckInitialized());\n",
+            "  output = output.tensor_data();\n",
+        )
+        for operation in (
+            "Allreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,\n"
+            "                const std::string& name, int reduce_op_int,\n"
+            "                double prescale_factor, double postscale_factor,\n                int process_set_id)",
+            "Broadcast(::torch::Tensor tensor, ::torch::Tensor output, int root_rank,\n"
+            "                const std::string& name, int process_set_id)",
+        )
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "    hvd_contexts.emplace_back(std::make_shared<TorchOpContext>(device, outputs[i]));\n"
+        "    hvd_outputs.emplace_back(std::make_shared<TorchTensor>(outputs[i]));\n",
+        "    auto output = outputs[i].tensor_data();\n"
+        "    hvd_contexts.emplace_back(std::make_shared<TorchOpContext>(device, output));\n"
+        "    hvd_outputs.emplace_back(std::make_shared<TorchTensor>(output));\n",
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "    auto output = outputs[i];\n    callbacks.emplace_back(\n      [handle, divisor, output,",
+        "    callbacks.emplace_back(\n      [handle, divisor, output,",
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "    auto output = outputs[i];\n    callbacks.emplace_back([handle, output,",
+        "    callbacks.emplace_back([handle,",
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "    hvd_contexts.emplace_back(\n        std::make_shared<TorchOpContext>(device, outputs));\n",
+        "    std::vector<::torch::Tensor> own(num_tensors);\n    own[i] = outputs[i];\n"
+        "    hvd_contexts.emplace_back(std::make_shared<TorchOpContext>(device, own));\n"
+        "    if (i == 0) handle_manager.Keep(handle, outputs);\n",
+    ),
+    _before(
+        "horovod/torch/mpi_ops_v2.cc",
+        "  auto enqueue_result =\n      EnqueueTensorAllgather(hvd_context, hvd_tensor, ready_event_list,",
+        "  handle_manager.Keep(handle, {output});\n",
+    ),
+    _before(
+        "horovod/torch/mpi_ops_v2.cc",
+        "  auto enqueue_result = EnqueueTensorAlltoall(\n      hvd_context, hvd_tensor, hvd_cpu_splits, ready_event_list,",
+        "  handle_manager.Keep(handle, {output, output_received_splits});\n"
+        "  if (received_splits_device == CPU_DEVICE_ID)\n"
+        "    cpu_received_splits = output_received_splits = ::torch::Tensor();\n",
+    ),
+    _before(
+        "horovod/torch/mpi_ops_v2.cc",
+        "  auto enqueue_result = EnqueueTensorReducescatter(\n      hvd_context, hvd_tensor, hvd_output, ready_event_list,",
+        "  output = output.tensor_data();\n",
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "    auto output = outputs[i];\n    callbacks.emplace_back([handle, reduce_op, output,",
+        "    auto output = outputs[i].tensor_data();\n    callbacks.emplace_back([handle, reduce_op, output,",
     ),
     _before(
         "third_party/gloo/gloo/alltoallv.cc",
