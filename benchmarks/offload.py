@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.utils.memory import measure_peak
 
 MIB = 1 << 20

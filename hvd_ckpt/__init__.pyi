@@ -163,7 +163,7 @@ from hvd_ckpt.reduction.communicator import (
 from hvd_ckpt.reduction.consistency import (
     WeightsDiffer as WeightsDiffer,
 )
-from hvd_ckpt.reduction.scatter import (
+from hvd_ckpt.collectives.scatter import (
     grouped_reducescatter as grouped_reducescatter,
     grouped_reducescatter_async as grouped_reducescatter_async,
     reducescatter as reducescatter,
@@ -178,7 +178,7 @@ from hvd_ckpt.sharding.averaging import (
 from hvd_ckpt.sharding.clipping import (
     clip_grad_norm_ as clip_grad_norm_,
 )
-from hvd_ckpt.sharding.host_memory import (
+from hvd_ckpt.offload.host_memory import (
     init_on_disk as init_on_disk,
 )
 from hvd_ckpt.snapshots.snapshots import (

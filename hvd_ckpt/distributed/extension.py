@@ -12,21 +12,20 @@ from typing import Any, cast
 import torch
 from horovod.torch.mpi_ops import rank
 
+from hvd_ckpt.collectives.agreement import broadcast_from
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.process_sets import check_within, hosts_of, process_sets_of, rank_groups, release
 from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.distributed.replicas import Replicas, check_replicas
-from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.offload.host_memory import OffloadError
+from hvd_ckpt.offload.shards import Offload, raised_everywhere
 from hvd_ckpt.reduction.buckets import MEBIBYTE, is_packed
 from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import check_within, hosts_of, process_sets_of, rank_groups, release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.construction import check_stage, start_alike
-from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
@@ -36,6 +35,7 @@ from hvd_ckpt.sharding.surface import on_pieces
 from hvd_ckpt.sharding.tree import TreeCommunicator
 from hvd_ckpt.sharding.units import check_memory, find_units
 from hvd_ckpt.sharding.unshard import Gathering
+from hvd_ckpt.utils.elementwise import check_elementwise
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

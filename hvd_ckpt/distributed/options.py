@@ -17,8 +17,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
+from hvd_ckpt.collectives.agreement import described
 from hvd_ckpt.distributed.shard import Shard
-from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.agreement import raise_on_replica, raise_together
+from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import raise_on_replica, raise_together
-from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.utils.text import PRECISIONS

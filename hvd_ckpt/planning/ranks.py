@@ -8,10 +8,10 @@ from typing import TypeVar
 import horovod.torch as hvd
 import torch
 
+from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process, raise_gathered
 from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.processes import watchdog, whole_model
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process, raise_gathered
 
 T = TypeVar("T")
 

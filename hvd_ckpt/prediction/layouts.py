@@ -22,6 +22,7 @@ from typing import Any
 import horovod.torch as hvd
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes, of_first_process
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.budget import parse_budget
@@ -43,7 +44,6 @@ from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 from hvd_ckpt.processes import parts, watchdog
-from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes, of_first_process
 from hvd_ckpt.utils.text import STAGES
 
 SHARES = (1, 2, 4)  # micro-batches of a step for each stage and part: more are slower and save little

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_ckpt.collectives.asynchronous import wait
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current
 from hvd_ckpt.processes.launchers import adopt_launcher, launched_size
-from hvd_ckpt.reduction.collectives import wait
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)  # bytes
 ROUNDS = 5

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.sharding.elementwise import check_elementwise, class_of, optimizer_classes
+from hvd_ckpt.utils.elementwise import check_elementwise, class_of, optimizer_classes
 from hvd_ckpt.utils.measure import now, undisturbed
 from hvd_ckpt.utils.memory import recording_marks
 from hvd_ckpt.utils.text import unknown

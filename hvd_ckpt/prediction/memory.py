@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hvd_ckpt.collectives.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.planning.plan import Plan, applied
@@ -30,12 +31,11 @@ from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.construction import check_stage
-from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.unmaterialized import is_absent
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.collectives.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.parallel.local_sgd.schedule import Schedule
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory
-from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.layout import RUN_BYTES
 from hvd_ckpt.utils.text import STAGES, show_bytes, unknown
 

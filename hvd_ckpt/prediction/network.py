@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvd_ckpt.sharding.rows import two_levels_pay
+from hvd_ckpt.collectives.rows import two_levels_pay
 
 SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
 SMALL = 10 << 10  # bytes, up to which MPI's allreduce doubles distances

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from hvd_ckpt.collectives.formats import FP32, wire_formats
 from hvd_ckpt.parallel.pipeline.schedule import Schedule, make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.prediction.training_layout import TrainingLayout
@@ -29,7 +30,6 @@ from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.weights import Sums
-from hvd_ckpt.sharding.formats import FP32, wire_formats
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import RUN_BYTES, Layout
 from hvd_ckpt.sharding.tree import SMALL_BYTES as TREE_SMALL_BYTES

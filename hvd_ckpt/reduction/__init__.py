@@ -1,4 +1,4 @@
-"""Gradient reduction: each gradient is allreduced once, in a fixed order; and collectives of objects and states.
+"""Gradient reduction: each gradient is allreduced once, in a fixed order.
 
 The way of a gradient:
 
@@ -8,7 +8,6 @@ The way of a gradient:
     buckets       the flat tensors that gradients lie in
     reducer       when each bucket leaves
     communicator  the reduction of a bucket
-    collectives   asynchronous collectives of a process set, with names
 
 What is not usual:
 
@@ -29,9 +28,6 @@ The optimizer:
 
 Collectives outside of a step:
 
-    agreement     options, errors and objects that ranks compare
     broadcast     parameters, optimizer state and objects
     leveling      equal orders and names after ranks have loaded separately
-    process_sets  groups of ranks, such as those of each host
-    scatter       ``reducescatter`` of Horovod
 """

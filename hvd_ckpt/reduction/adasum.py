@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, global_process_set
 
-from hvd_ckpt.reduction.collectives import Collectives
+from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.reduction.communicator import decode, encode
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase

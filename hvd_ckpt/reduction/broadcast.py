@@ -11,8 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.processes.devices import check_devices
-from hvd_ckpt.reduction.agreement import (
+from hvd_ckpt.collectives.agreement import (
     MESSAGE,
     ParameterFacts,
     agree_on_options,
@@ -23,7 +22,8 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     meet_after_join,
 )
-from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.collectives.asynchronous import Collectives, Work
+from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.utils.fingerprint import distinct

@@ -10,8 +10,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.mpi_ops import Average, Sum
 
+from hvd_ckpt.collectives.asynchronous import Collectives, Work
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.collectives import Collectives, Work
 
 __all__ = ["Compression", "Compressor"]
 
@@ -84,11 +84,6 @@ def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
 # Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with their two static methods) apply to whole buckets.
 # On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers
 # as pairs of reals.
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which elements of ``dtype`` are added: float32 for narrower floating point numbers, else their own."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 _REDUCIBLE = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}

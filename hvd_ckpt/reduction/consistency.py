@@ -17,8 +17,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.collectives.agreement import allgather_objects, digest
 from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.reduction.agreement import allgather_objects, digest
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.text import ranks_text
 from hvd_ckpt.utils.unmaterialized import is_absent

@@ -15,10 +15,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.processes.devices import check_devices
-from hvd_ckpt.processes.grid import require_initialized
-from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction.agreement import (
+from hvd_ckpt.collectives.agreement import (
     Failure,
     ParameterFacts,
     allgather_objects,
@@ -27,7 +24,10 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     raise_first_failure,
 )
-from hvd_ckpt.reduction.collectives import ranks_of
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.processes.devices import check_devices
+from hvd_ckpt.processes.grid import require_initialized
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.unmaterialized import is_split
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, raise_gathered
+from hvd_ckpt.collectives.agreement import ParameterFacts, check_parameters, raise_gathered
 
 
 class ControlFlags(NamedTuple):

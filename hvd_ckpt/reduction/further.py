@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from horovod.torch.mpi_ops import Average
 
-from hvd_ckpt.reduction.agreement import check_present
+from hvd_ckpt.collectives.agreement import check_present
+from hvd_ckpt.collectives.asynchronous import GRADIENTS
 from hvd_ckpt.reduction.assignment import BucketAssignment, lay_out
 from hvd_ckpt.reduction.buckets import view_of
-from hvd_ckpt.reduction.collectives import GRADIENTS
 from hvd_ckpt.reduction.communicator import Communicator
 
 

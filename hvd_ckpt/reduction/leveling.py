@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, digest
-from hvd_ckpt.reduction.collectives import ranks_of
+from hvd_ckpt.collectives.agreement import allgather_objects, broadcast_from, digest
+from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.wrapping import live_optimizers
 

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.reduction.collectives import Collectives
+from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_ckpt.collectives.agreement import in_order
 from hvd_ckpt.reduction import phases
-from hvd_ckpt.reduction.agreement import in_order
 from hvd_ckpt.reduction.communicator import Communicator, mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.stats import ReductionStats

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
+from hvd_ckpt.collectives.agreement import ParameterFacts
+from hvd_ckpt.collectives.asynchronous import GRADIENTS, Work
 from hvd_ckpt.processes.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
-from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.flags import ControlFlags, Report
 from hvd_ckpt.reduction.gradients import DROPPED, REDUCED, SENT, summed_again

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.

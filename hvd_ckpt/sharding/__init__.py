@@ -9,13 +9,9 @@ All stages:
     optimizer        the methods of the optimizer, which updates shards
     sharding         the parts of an optimizer, as one object, and whether the user or the wrapped class finds them
     surface          what a user finds in its state, and runs around its step
-    exchange, rows   reduce-scatter and all-gather
-    formats          the number formats in which ranks send values
-    elementwise      optimizers that can update shards
     state            the optimizer's state in parts
     clipping         the norm of all gradients
     averaging        running averages of the weights
-    offload, host_memory                 shards in files or in pinned memory
 
 Gradients (stages 2 and 3):
 

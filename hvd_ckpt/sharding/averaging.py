@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.collectives.agreement import errors_on_all
+from hvd_ckpt.collectives.formats import sum_dtype
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.utils.rules import check

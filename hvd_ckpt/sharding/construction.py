@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.collectives.formats import FP32, WireFormat, wire_formats
 from hvd_ckpt.processes.grid import features_of_job
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
-from hvd_ckpt.reduction.collectives import ranks_of
-from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name, stage_of
 

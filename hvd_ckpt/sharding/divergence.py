@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Work, long_waits
-from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.collectives.asynchronous import Work, long_waits
+from hvd_ckpt.collectives.exchange import Exchange
 
 ELSEWHERE = -1
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import WireFormat
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.utils.unmaterialized import is_split

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.collectives import GRADIENTS, Work
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
+from hvd_ckpt.collectives.asynchronous import GRADIENTS, Work
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import WireFormat, sum_dtype
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 from hvd_ckpt.utils.waits import pauses

@@ -16,17 +16,17 @@ from typing import Any, cast
 
 import torch
 
+from hvd_ckpt.collectives.agreement import broadcast_from, in_order
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.collectives.process_sets import release
+from hvd_ckpt.offload.host_memory import OffloadError
+from hvd_ckpt.offload.shards import raised_everywhere
 from hvd_ckpt.processes import whole_model
-from hvd_ckpt.reduction.agreement import broadcast_from, in_order
-from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase, StepReduces
-from hvd_ckpt.reduction.process_sets import release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Piece
-from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding

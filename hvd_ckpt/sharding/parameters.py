@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.collectives.agreement import raise_together
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.layout import Group
 from hvd_ckpt.sharding.module_hooks import SavedInPass

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average
 
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import WireFormat
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.gradients import DROPPED, OWN, USED
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.sharding import in_flight
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.gradients import PartedGradient
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
 

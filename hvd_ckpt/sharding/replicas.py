@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average
 
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import sum_dtype
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.flags import ControlFlags
@@ -20,8 +22,6 @@ from hvd_ckpt.reduction.further import dense
 from hvd_ckpt.reduction.gradients import DROPPED
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.tree import TREE, Leaves, TreeCommunicator

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.reduction.gradients import has_values
-from hvd_ckpt.sharding.elementwise import HOOKS
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.gradients import IN_PIECES, IN_SHARDS, ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.surface import StateOfPieces
+from hvd_ckpt.utils.elementwise import HOOKS
 from hvd_ckpt.utils.torch_private import global_step_hooks
 
 HALF = (torch.float16, torch.bfloat16)

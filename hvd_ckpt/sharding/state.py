@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.collectives.agreement import errors_on_all
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.sharding.elementwise import COUNTERS, class_of, twin_of
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.sharding import Sharding
 from hvd_ckpt.sharding.surface import stepped_parameters
+from hvd_ckpt.utils.elementwise import COUNTERS, class_of, twin_of
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.sharding.elementwise import HOOKS
 from hvd_ckpt.sharding.layout import Layout
+from hvd_ckpt.utils.elementwise import HOOKS
 from hvd_ckpt.utils.torch_private import global_step_hooks
 
 

@@ -19,11 +19,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import WireFormat, sum_dtype
 from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.reduction.communicator import Communicator
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
 
 # Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two. At 25 Gbit/s the second
 # message takes longer than the further bytes. The last bucket, which all wait for, is that small on 4 ranks.

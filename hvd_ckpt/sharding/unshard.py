@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Work
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import FP32, WireFormat
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.sharding.divergence import Divergence
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.module_hooks import UnitCall
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.fingerprint import fingerprints
 from hvd_ckpt.utils.torch_private import identity_of
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages

@@ -14,15 +14,15 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.reduction.collectives import ranks_of
-from hvd_ckpt.sharding.elementwise import COUNTERS
 from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Range, TensorMetadata
 from hvd_ckpt.snapshots.tensors import is_stored, map_tensors, stored
 from hvd_ckpt.utils.cuts import cut_of
+from hvd_ckpt.utils.elementwise import COUNTERS
 from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.states import NOT_SPLIT, OptimizerState, described, is_single
 

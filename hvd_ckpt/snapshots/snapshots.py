@@ -15,20 +15,19 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
-from hvd_ckpt.distributed.precision import GradScaler
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
-from hvd_ckpt.reduction.agreement import (
+from hvd_ckpt.collectives.agreement import (
     agree_on_options,
     described,
     errors_on_all,
     of_all_processes,
     of_first_process,
 )
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
+from hvd_ckpt.distributed.precision import GradScaler
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.snapshots.arguments import check_arguments
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
@@ -45,6 +44,7 @@ from hvd_ckpt.snapshots.reader import Snapshot, find
 from hvd_ckpt.snapshots.training_state import TrainingState
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
+from hvd_ckpt.utils.elementwise import class_of
 from hvd_ckpt.utils.schema import Wrong
 
 

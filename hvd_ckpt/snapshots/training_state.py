@@ -12,9 +12,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.agreement import errors_on_all
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import load, numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters

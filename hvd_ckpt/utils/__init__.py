@@ -17,6 +17,7 @@ Tensors and passes:
     frames            which checkpointed region runs on this thread
     fingerprint       64 bits by which tensors are compared
     random_sources    generators and their states
+    elementwise       optimizers that can update a part of a tensor
     cuts              slices of a parameter that a part has
     unmaterialized    parameters without values
     own_state         state of modules that each rank has of its own

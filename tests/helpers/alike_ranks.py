@@ -58,9 +58,9 @@ class AlikeRanks:
         }
         with (
             mock.patch.multiple(mpi_ops, **replacements),
-            mock.patch("hvd_ckpt.sharding.exchange.controller", return_value="gloo"),
-            mock.patch("hvd_ckpt.reduction.agreement.allgather_objects", self._allgather_objects),
-            mock.patch("hvd_ckpt.reduction.collectives.allgather_objects", self._allgather_objects),
+            mock.patch("hvd_ckpt.collectives.exchange.controller", return_value="gloo"),
+            mock.patch("hvd_ckpt.collectives.agreement.allgather_objects", self._allgather_objects),
+            mock.patch("hvd_ckpt.collectives.asynchronous.allgather_objects", self._allgather_objects),
         ):
             yield self
 

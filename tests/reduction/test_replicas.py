@@ -13,8 +13,9 @@ from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives import rows
 from hvd_ckpt.distributed import extension
-from hvd_ckpt.sharding import rows, tree
+from hvd_ckpt.sharding import tree
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))

@@ -11,7 +11,7 @@ from same import whole_weights
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction import collectives
+from hvd_ckpt.collectives import asynchronous
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3))
 
@@ -58,7 +58,7 @@ def evaluate(model: nn.Module, optimizer: Any, chosen: Any) -> None:
 @pytest.mark.parametrize("case", CHOSEN)
 @pytest.mark.parametrize("kind", ["trained", "recomputed", "evaluated", "frozen"])
 def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LONG_SECONDS", 1.0)
+    monkeypatch.setattr(asynchronous, "LONG_SECONDS", 1.0)
     model = Experts(kind == "recomputed")
     if kind == "frozen":
         model.experts[1].requires_grad_(False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.utils.elementwise import check_elementwise
 
 
 def made(kind: Any) -> torch.optim.Optimizer:

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction import collectives
-from hvd_ckpt.reduction.process_sets import levels
-from hvd_ckpt.sharding import rows
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat, sum_dtype
+from hvd_ckpt.collectives import asynchronous, rows
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import BF16, FP16, FP32, INT8, WireFormat, sum_dtype
+from hvd_ckpt.collectives.process_sets import levels
 from hvd_ckpt.sharding.tree import add_rows
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
@@ -142,7 +141,7 @@ def test_large_objects_are_sent_in_several_messages(
         return [*found, weights]
 
     expected = moved()
-    monkeypatch.setattr(collectives, "LARGEST", 500)
+    monkeypatch.setattr(asynchronous, "LARGEST", 500)
     for one, other in zip(moved(), expected, strict=True):
         assert torch.equal(one, other)
     assert bool((expected[-1] == 1).all())

@@ -17,8 +17,8 @@ from same import assert_same
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.host_memory import OffloadError
-from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.offload.host_memory import OffloadError
+from hvd_ckpt.offload.shards import Offload
 
 CPU = torch.device("cpu")
 SIZES = (5, 1000, 333, 1)
@@ -155,7 +155,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.offload.shards import Offload
 
 def held(*kinds):  # bytes of this process, by the kernel's names
     lines = Path("/proc/self/status").read_text().splitlines()

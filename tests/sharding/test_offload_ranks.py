@@ -14,7 +14,7 @@ from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError
+from hvd_ckpt.offload.host_memory import MappedFiles, OffloadError
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3))
 

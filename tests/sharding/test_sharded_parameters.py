@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.planning.plan import BlockPlan, Plan, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.units import find_units

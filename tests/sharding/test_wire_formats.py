@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hvd_ckpt.sharding import formats
-from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT4, INT8, WireFormat, wire_format
+from hvd_ckpt.collectives import formats
+from hvd_ckpt.collectives.formats import BF16, FP16, FP32, INT4, INT8, WireFormat, wire_format
 
 LOSSY = [FP16, BF16, INT8, INT4]
 

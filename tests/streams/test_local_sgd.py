@@ -11,12 +11,12 @@ from streams import DEVICE, Simulation, check, own_stream
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives.exchange import Traffic
+from hvd_ckpt.collectives.formats import WIRE_FORMATS
+from hvd_ckpt.collectives.rows import RowCollectives
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
 from hvd_ckpt.parallel.local_sgd.runs import Segment
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
-from hvd_ckpt.sharding.exchange import Traffic
-from hvd_ckpt.sharding.formats import WIRE_FORMATS
-from hvd_ckpt.sharding.rows import RowCollectives
 
 
 def average(simulation: Simulation, wire: str) -> None:

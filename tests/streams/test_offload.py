@@ -10,7 +10,7 @@ from streams import DEVICE, Simulation, check, simulated
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.offload.shards import Offload
 
 SIZES = (1000, 1001, 1002, 1003, 1004, 1005)
 

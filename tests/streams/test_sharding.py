@@ -17,11 +17,11 @@ from streams import DEVICE, Scenario, Simulation, check, own_stream, run, simula
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.collectives.formats import FP32, WIRE_FORMATS, WireFormat
+from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.formats import FP32, WIRE_FORMATS, WireFormat
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding

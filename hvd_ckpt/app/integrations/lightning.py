@@ -32,7 +32,7 @@ from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
-from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.utils.rules import check
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.collectives.agreement import of_first_process
 
 
 class SeededLoader:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives.agreement import of_all_processes
 from hvd_ckpt.processes.stopping import StopRequest, status_of
-from hvd_ckpt.reduction.agreement import of_all_processes
 
 
 class Stopped(SystemExit):

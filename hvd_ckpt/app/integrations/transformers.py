@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.stopping import Stopping
-from hvd_ckpt.reduction.agreement import agree_on_options, described, of_all_processes, of_first_process
+from hvd_ckpt.collectives.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import TRAINER, check
 

@@ -21,9 +21,9 @@ from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.functions import objective_of, open_data
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
+from hvd_ckpt.offload.host_memory import init_on_disk
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.sharding.host_memory import init_on_disk
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import shown

@@ -21,10 +21,10 @@ import horovod.torch as hvd
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
+from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.processes.stopping import StopRequest
-from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS

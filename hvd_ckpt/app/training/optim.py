@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.elementwise import optimizer_classes
+from hvd_ckpt.utils.elementwise import optimizer_classes
 from hvd_ckpt.utils.text import SCHEDULES, unknown
 
 UNSUITABLE = {

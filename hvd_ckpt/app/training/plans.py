@@ -12,6 +12,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.field_types import Planned
 from hvd_ckpt.app.training.resume import plan_text
+from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
@@ -19,7 +20,6 @@ from hvd_ckpt.planning.request import plan
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.state import state_after_a_step
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.plain_data import write_text

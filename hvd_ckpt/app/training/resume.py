@@ -17,9 +17,9 @@ from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_valid
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import forget_file
-from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.model import ModelTensors

@@ -32,6 +32,7 @@ from hvd_ckpt.app.training.profiling import StepTrace
 from hvd_ckpt.app.training.report import ProgressLines, Report
 from hvd_ckpt.app.training.resume import Progress, ResumePoint, find_resume_point, read_snapshot
 from hvd_ckpt.app.training.summary import print_summary
+from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler, Loader
@@ -41,7 +42,6 @@ from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.snapshots.content import SavedState

@@ -17,9 +17,9 @@ from hvd_ckpt.app.training.build import assemble_in_turn
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.model import device_of
 from hvd_ckpt.app.training.trainer import Trainer
+from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
 from hvd_ckpt.utils.memory import bytes_alive, memory_of_tensors, memory_since, recording_peak
 
 RECORDED = 3  # the first steps, which recording slows down: a first one allocates what later ones use again

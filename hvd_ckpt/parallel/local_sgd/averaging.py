@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.exchange import Exchange, Traffic
+from hvd_ckpt.collectives.formats import wire_format
+from hvd_ckpt.collectives.rows import RowCollectives
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
 from hvd_ckpt.parallel.local_sgd.options import LocalOptions
 from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Run, Segment, split_into_runs
 from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments, block_of
 from hvd_ckpt.parallel.local_sgd.state import AveragesState
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
-from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.elementwise import COUNTERS
-from hvd_ckpt.sharding.exchange import Exchange, Traffic
-from hvd_ckpt.sharding.formats import wire_format
-from hvd_ckpt.sharding.rows import RowCollectives
+from hvd_ckpt.utils.elementwise import COUNTERS
 
 MOMENT = "moment."
 

@@ -9,6 +9,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.collectives.process_sets import process_sets_of, rank_groups, release
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.parallel.local_sgd.averaging import Averaging
@@ -16,9 +18,7 @@ from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer, add_averages
 from hvd_ckpt.parallel.local_sgd.options import LocalOptions
 from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments
 from hvd_ckpt.parallel.local_sgd.weights import Outer
-from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.construction import agree_at_construction, name_parameters
-from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, release
 from hvd_ckpt.sharding.construction import start_alike
 
 

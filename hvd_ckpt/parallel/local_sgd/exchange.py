@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.exchange import Exchange, Kind, Traffic
-from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.rows import RowCollectives
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.exchange import Exchange, Kind, Traffic
+from hvd_ckpt.collectives.formats import FP32, WireFormat
+from hvd_ckpt.collectives.rows import RowCollectives
 
 
 class PeerExchange:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from hvd_ckpt.collectives.agreement import errors_on_all, in_order
+from hvd_ckpt.collectives.asynchronous import Collectives, ranks_of
+from hvd_ckpt.collectives.exchange import Traffic
+from hvd_ckpt.collectives.process_sets import release
 from hvd_ckpt.parallel.local_sgd.averaging import Averaging
 from hvd_ckpt.parallel.local_sgd.runs import Segment
-from hvd_ckpt.reduction.agreement import errors_on_all, in_order
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
-from hvd_ckpt.reduction.collectives import Collectives, ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import StepReduces
-from hvd_ckpt.reduction.process_sets import release
-from hvd_ckpt.sharding.exchange import Traffic
 
 STATE = "local_sgd"
 

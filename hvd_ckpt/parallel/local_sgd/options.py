@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.collectives.agreement import described
+from hvd_ckpt.collectives.process_sets import check_within
 from hvd_ckpt.distributed.options import check_optimizer, model_of
 from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.schedule import Schedule
 from hvd_ckpt.parallel.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import features_of_job
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import check_within
 from hvd_ckpt.sharding.construction import check_stage
-from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.rules import check
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.asynchronous import Work
+from hvd_ckpt.collectives.formats import FP32, sum_dtype
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
-from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.sharding.formats import FP32, sum_dtype
 from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
 
 AVERAGES = "the averages of all ranks (each must call optimizer.step() equally often)"

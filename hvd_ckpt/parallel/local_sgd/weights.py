@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.formats import FP32, WireFormat
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
 from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Run, Segment
-from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 _CHUNK = 1 << 20  # elements, where a copy of all would be too much
 

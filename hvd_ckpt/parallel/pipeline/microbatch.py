@@ -16,8 +16,8 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.distributed.replicas import computing_replica
-from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import CHECKPOINTS

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, release_weights
@@ -52,7 +53,6 @@ from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.sequential import CheckpointSequential
-from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.reduction.machine import owner_of
-from hvd_ckpt.sharding.exchange import Exchange
 
 # The gradient of a copy on its way, with three replicas (columns) of two stages (rows). Up to two replicas, only the middle step:
 #

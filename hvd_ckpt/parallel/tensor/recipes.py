@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from hvd_ckpt.collectives.agreement import errors_on_all
 from hvd_ckpt.parallel.tensor.copies import watch_copies
 from hvd_ckpt.parallel.tensor.functions import SHARE, WHOLE
 from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split
 from hvd_ckpt.parallel.tensor.verification import verification_of, watch_frozen
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check

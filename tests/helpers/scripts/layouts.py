@@ -14,9 +14,9 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.main import main as command
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.collectives.agreement import of_all_processes
 from hvd_ckpt.planning import candidates, kinds, planner
 from hvd_ckpt.prediction import links
-from hvd_ckpt.reduction.agreement import of_all_processes
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "length": 16, "width": 32, "heads": 2, "layers": 2}
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction import collectives
+from hvd_ckpt.collectives import asynchronous
 
 hc.init()
 tensor = torch.ones(2)
@@ -19,7 +19,7 @@ before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 if sys.argv[1] == "synchronous":
     hc.allreduce(tensor, name="sum")
 else:
-    collectives.wait(hc.allreduce_async(tensor, name="sum"))
+    asynchronous.wait(hc.allreduce_async(tensor, name="sum"))
 if hc.rank() == 1:
     print(f"sleeps: {resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before}", flush=True)
 hc.shutdown()

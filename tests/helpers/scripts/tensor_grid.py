@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
 
 stages, tensor = int(sys.argv[1]), int(sys.argv[2])
 case = sys.argv[3] if len(sys.argv) > 3 else "grid"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.formats import WIRE_FORMATS
+from hvd_ckpt.collectives.formats import WIRE_FORMATS
 from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))

@@ -14,7 +14,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.collectives.agreement import allgather_objects
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.waits import looks, waiting_for

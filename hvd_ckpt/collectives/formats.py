@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from hvd_ckpt.reduction.communicator import sum_dtype as sum_dtype
-
 BLOCK = 256  # elements of an int8 block
 # A multiple of every block, so that slices begin where blocks do.
 _SLICE = 1 << 17  # elements for each thread; what is worked on at a time stays in its core's cache
 _ROW_BYTES = 8  # rows are a whole number of these, so that one begins where any dtype may
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements of ``dtype`` are added: float32 for narrower floating point numbers, else their own."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 class WireFormat:

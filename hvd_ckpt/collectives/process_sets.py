@@ -10,9 +10,9 @@ from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet, local_size, size
 
+from hvd_ckpt.collectives.agreement import allgather_objects
+from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.hosts import Peer
-from hvd_ckpt.reduction.agreement import allgather_objects
-from hvd_ckpt.reduction.collectives import ranks_of
 
 _users: Counter[tuple[int, ...]] = Counter()  # of each process set that this module has added
 

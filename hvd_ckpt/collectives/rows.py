@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.collectives.asynchronous import Collectives, Work
 
 TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
 """Ranks on several hosts add up within hosts first if the sum has at least the first number of bytes, and at least the second times
@@ -35,7 +35,7 @@ class RowCollectives(Collectives):
     """The collectives of the ranks of a process set, with those of rows.
 
     Attributes:
-        hosts: positions in the process set of the ranks of each host, as :func:`hvd_ckpt.reduction.process_sets.levels` finds
+        hosts: positions in the process set of the ranks of each host, as :func:`hvd_ckpt.collectives.process_sets.levels` finds
             them; None for one level. Whoever knows them sets it, on every rank alike.
     """
 

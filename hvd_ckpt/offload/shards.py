@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.collectives.exchange import Exchange
+from hvd_ckpt.offload.host_memory import MappedFiles, OffloadError, PinnedMemory
 from hvd_ckpt.recompute.calls import map_tensors
-from hvd_ckpt.sharding.elementwise import class_of, twin_of
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError, PinnedMemory
+from hvd_ckpt.utils.elementwise import class_of, twin_of
 
 
 @contextmanager

@@ -17,10 +17,10 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
+from hvd_ckpt.collectives.asynchronous import Work, most_columns
+from hvd_ckpt.collectives.formats import FP32, WireFormat, sum_dtype
+from hvd_ckpt.collectives.rows import RowCollectives, carried
 from hvd_ckpt.processes.runtime import controller
-from hvd_ckpt.reduction.collectives import Work, most_columns
-from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
-from hvd_ckpt.sharding.rows import RowCollectives, carried
 
 Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
