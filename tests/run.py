@@ -87,11 +87,11 @@ def _without(folders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 RUNS = (  # the longest first
-    Run("one process", "process", paths=_without(PLANS)),
+    *_over("gloo", 2),
     Run("whole commands", "launch", paths=_without(LONG)),
     Run("whole commands of benchmarks and parallel models", "launch", paths=LONG),
+    Run("one process", "process", paths=_without(PLANS)),
     Run("one process for plans and predictions", "process", paths=PLANS),
-    *_over("gloo", 2),
     *_over("mpi", 4),
     Run("several hosts", "hosts"),
     *_over("gloo", 1, 3, 4),

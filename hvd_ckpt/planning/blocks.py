@@ -7,6 +7,7 @@ other. One forward pass that saves nothing shows which of them it calls, in whic
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,15 +164,22 @@ def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
     #     children of an nn.Sequential or an nn.ModuleList that are composite modules, one block each (transformer layers)
     #     leaf children of an nn.Sequential, joined until a block has two leaves with weights (convolution and norm)
     #     a child that is itself a container of several composite modules is opened (the stages of a ResNet)
+    #     a child that stands at several places runs as it is
     #     any other module is searched for containers (a model that has an encoder)
     blocks: list[FoundBlock] = []
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
 
     def visit(name: str, module: nn.Module) -> None:
         if _is_container(module):
             leaves: list[tuple[str, nn.Module]] = []
             plain = base_class(module).forward is nn.Sequential.forward
-            for child_name, child in module.named_children():
+            for child_name, child in module._modules.items():
+                if child is None:
+                    continue
                 full = f"{name}.{child_name}" if name else child_name
+                if places[id(child)] > 1:
+                    flush(name, leaves)
+                    continue
                 if plain and not list(child.children()):
                     leaves.append((full, child))
                     if sum(bool(list(leaf.parameters())) for _, leaf in leaves) < _LEAVES_WITH_WEIGHTS:

@@ -352,6 +352,13 @@ class Plan:
                 raise PlanError(
                     f"{misfit} '{container or 'the model'}' is not a plain nn.Sequential, whose children the plan runs in segments."
                 )
+        for item in self.items:
+            run = self._members(item)
+            container = modules[run[0].rpartition(".")[0]]
+            names = [name for name, child in container._modules.items() if child is not None]
+            first, own = names.index(run[0].rpartition(".")[2]), [name.rpartition(".")[2] for name in run]
+            if names[first : first + len(run)] != own:
+                raise PlanError(f"{misfit} '{run[0]}' to '{run[-1]}' are not children of it that follow each other.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON. The file is written completely or not at all.

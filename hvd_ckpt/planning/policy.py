@@ -166,7 +166,9 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
     original = getattr(base, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        policy: CheckpointPolicy = self.__dict__[_POLICY]
+        policy: CheckpointPolicy | None = self.__dict__.get(_POLICY)
+        if policy is None:  # a slice of an nn.Sequential has its class alone
+            return original(self, *args, **kwargs)
         _check_autocast(self)
         if policy.chunks is not None:
             return defer(self, original, policy.chunks, args, kwargs)  # type: ignore[arg-type]
@@ -179,7 +181,8 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
 def _chained(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, input: Any) -> Any:
         # Items are known by the name of their first child. Children in no item run as they are, each under its own policy.
-        items: dict[str, Any] = self.__dict__[_ITEMS]
+        # A slice has the class alone.
+        items: dict[str, Any] = self.__dict__.get(_ITEMS, {})
         _check_autocast(self)
         children = {name: child for name, child in self._modules.items() if child is not None}
         names = list(children)

@@ -174,18 +174,18 @@ class Namespace:
             stamp = self._stamp(key, value)
             self.tensors.append((key, value, stamp))
             if self._is_copied(key, value):
-                self.copies[key] = _copy(module, key, value, stamp)
+                self.copies[key] = _copy(None if learn else module, key, value, stamp)
 
     def _stamp(self, key: str, value: Tensor) -> Any:
         """A value that differs before and after a write: usually the version of the tensor."""
         # Three tensors have another stamp: lazy ones; those that were seen to be written past their version counter, which count as
         # written in each pass; and running statistics, by the count of batches.
+        if _unseen and self.module is not None and key in _unseen.get(self.module, ()):
+            return object()
         if self.kind == "_buffers" or self.kind == "attributes":
             if type(value) is not Tensor and is_lazy(value):
                 return _LAZY
             assert self.module is not None
-            if _unseen and key in _unseen.get(self.module, ()):
-                return object()
             if key in STATISTICS and (version := statistics_version(self.module, key)) is not None:
                 return version, version_of(value)
         elif type(value) is not nn.Parameter and is_lazy(value):
@@ -204,7 +204,7 @@ class Namespace:
     def written(self) -> Iterator[Written]:
         """The tensors that have been written since the namespace was noted."""
         for key, tensor, stamp in self.tensors:
-            if type(tensor) is nn.Parameter:
+            if type(tensor) is nn.Parameter and not (self.learn or _unseen):
                 changed = version_of(tensor) != stamp
             else:
                 changed = not is_absent(tensor) and self._changed(key, tensor, stamp)
@@ -222,9 +222,10 @@ class Namespace:
         """Whether a tensor was changed in place since it was noted."""
         if stamp != self._stamp(key, tensor):
             return True
-        if self.learn and key in self.copies and not _same_bits(self.copies[key], tensor):
-            assert self.module is not None
-            _unseen.setdefault(self.module, set()).add(key)
+        compared = self.learn or self.module is None
+        if compared and key in self.copies and not _same_bits(self.copies[key], tensor):
+            if self.module is not None:
+                _unseen.setdefault(self.module, set()).add(key)
             return True
         return False
 
@@ -264,7 +265,7 @@ def _same_objects(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
 
 
 def _copy(module: nn.Module | None, key: str, value: Tensor, stamp: Any) -> Tensor:
-    """A copy of a tensor; the last copy of a small tensor of a module, if it is still valid."""
+    """A copy of a tensor; of a small one the last copy in its module, if one is given and it is still valid."""
     if module is None or bytes_of(value) > SMALL_BYTES:
         with aside():
             return value.detach().clone()

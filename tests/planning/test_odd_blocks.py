@@ -66,6 +66,46 @@ def test_a_plan_keeps_bits_and_the_callers_objects(name: str) -> None:
     check(make, sample_of(torch.randn(ROWS, WIDTH)))
 
 
+class Sliced(nn.Module):
+    """Runs the halves of a chain one after the other, with a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.layers[:4](x)
+        return self.layers[4:](half) + half
+
+
+def shared_activation() -> nn.Module:
+    activation = nn.Tanh()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), activation)]
+    return nn.Sequential(*layers[:-1])
+
+
+def shared_stage() -> nn.Module:
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), stage, nn.Tanh(), stage, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("make", [Sliced, shared_activation, shared_stage])
+def test_a_chain_with_modules_at_several_places_or_in_slices(make: Callable[[], nn.Module]) -> None:
+    check(make, torch.randn(ROWS, WIDTH))
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(ROWS, WIDTH)
+    expected = model(x)
+    assert torch.equal(hc.plan(model, x, loss=loss_of, budget="0.5x", verbose=False).apply(model)(x), expected)
+
+
+def test_a_slice_of_a_planned_chain_runs() -> None:
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    x = torch.randn(ROWS, WIDTH)
+    expected = model[2:6](x)
+    planned = hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model)
+    assert torch.equal(planned[2:6](x), expected)
+
+
 def test_scripted_modules_are_left_as_they_are() -> None:
     def make() -> nn.Module:  # the gradients of a copy of a scripted module do not show in its parameters
         seed()

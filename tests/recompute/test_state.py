@@ -60,6 +60,55 @@ def test_a_tensor_of_no_module_that_is_resized(use_reentrant: bool) -> None:
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
+class Centered(nn.Module):
+    """Keeps a running mean as a frozen parameter, and writes it past its version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.layer = nn.Parameter(torch.zeros(8), requires_grad=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.layer(x - self.mean.data).relu()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_parameter_that_is_written_past_its_version_counter(use_reentrant: bool) -> None:
+    def trained(recompute: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        module = Centered()
+        for step in range(STEPS):
+            x = torch.randn(4, 8, requires_grad=True)
+            y = checkpoint(module, x, use_reentrant=use_reentrant) if recompute else module(x)
+            y.square().sum().backward()
+            module.layer.weight.data.sub_(0.1)  # as some optimizers do
+            if step == 1:
+                module.mean.data.zero_()
+        return [module.layer.weight.grad, module.mean]
+
+    for ours, theirs in zip(trained(True), trained(False)):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_running_statistics_of_no_module(use_reentrant: bool) -> None:
+    def trained(recompute: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        mean, variance, weight = torch.zeros(8), torch.ones(8), torch.randn(8, 8, requires_grad=True)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.batch_norm(x @ weight, mean, variance, training=True).relu()
+
+        for _ in range(STEPS):
+            x = torch.randn(4, 8, requires_grad=True)
+            y = checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
+            y.square().sum().backward()
+        return [weight.grad, mean, variance]
+
+    for ours, theirs in zip(trained(True), trained(False)):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
 # ---------------------------------------------------------------------------------------- containers
 
 

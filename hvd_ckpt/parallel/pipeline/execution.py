@@ -235,7 +235,7 @@ class Execution:
             in_flight.received[edge] = [tensor for tensor in tensors if tensor.requires_grad]
         self._expect(following)
         with self._options.context():
-            with forward_pass(micro_batch.key):
+            with forward_pass(micro_batch.key, chunk.own.start):
                 first, shared = self._inputs(index)
                 output, skips = chunk.run(
                     arguments if chunk.number else first,

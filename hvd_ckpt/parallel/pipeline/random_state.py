@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +24,18 @@ Model = TypeVar("Model", bound=nn.Sequential)
 _MASK = 2**64 - 1
 
 
+@dataclass
+class _Entered:
+    """A model or a block that runs: the key of its pass, the states of generators to restore, and the place run last in it."""
+
+    key: int | None
+    states: list[Tensor]
+    place: int
+
+
 class _ThreadKeys(threading.local):
     def __init__(self) -> None:
-        # Keys of the forward passes that this thread is in, and the states of the generators to restore.
-        self.entered: list[tuple[int | None, list[Tensor]]] = []
+        self.entered: list[_Entered] = []  # from the outside in
 
 
 _thread = _ThreadKeys()
@@ -55,7 +64,7 @@ def seed_blocks(model: Model) -> Model:
 
 
 def seed_each(blocks: list[nn.Module]) -> None:
-    """Adds the hooks of :func:`seed_blocks` to the blocks."""
+    """Adds the hooks of :func:`seed_blocks` to all blocks of a chain; one may stand at several places."""
     for number, block in enumerate(blocks, start=1):
         _Enter(number).register(block)
 
@@ -66,9 +75,13 @@ def draw_key() -> int:
 
 
 @contextlib.contextmanager
-def forward_pass(key: int | None) -> Iterator[None]:
-    """A context in which blocks run with generators seeded by the key, and other code with one that is the same on all stages."""
-    _enter(key, 0)
+def forward_pass(key: int | None, place: int = 0) -> Iterator[None]:
+    """A context in which blocks run with generators seeded by the key, and other code with one that is the same on all stages.
+
+    Args:
+        place: the number of blocks before the first one that runs.
+    """
+    _enter(key, 0, place)
     try:
         yield
     finally:
@@ -76,23 +89,31 @@ def forward_pass(key: int | None) -> Iterator[None]:
 
 
 class _Enter:
-    """A hook of a model, of number 0, or of one of its blocks."""
+    """A hook of a model, of number 0, or of a block, of the numbers of its places."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.numbers = [number]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.number:
+        if self.numbers[0]:
             # A recomputation has the key of the forward pass of its region, which may not be the pass that this thread is in.
-            key = remembered(lambda: _thread.entered[-1][0] if _thread.entered else None)
+            _enter(*remembered(self._next))
         else:
-            key = remembered(draw_key) if module.training else None
-        _enter(key, self.number)
+            _enter(remembered(draw_key) if module.training else None, 0)
+
+    def _next(self) -> tuple[int | None, int]:
+        """The key of the pass around the block, and the block's next place in it."""
+        if not _thread.entered:
+            return None, self.numbers[0]
+        around = _thread.entered[-1]
+        around.place = min((number for number in self.numbers if number > around.place), default=self.numbers[0])
+        return around.key, around.place
 
     def register(self, module: nn.Module) -> bool:
         """Adds the hook and one behind it, unless the module has one as a model or block; returns whether it had none."""
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _Enter) and bool(hook.number) == bool(self.number):
+            if isinstance(hook, _Enter) and bool(hook.numbers[0]) == bool(self.numbers[0]):
+                hook.numbers = sorted({*hook.numbers, *self.numbers})
                 return False
         module.register_forward_pre_hook(self)
         # Also after an error: else the key would stay on this thread's stack, and the block's random state in the generators.
@@ -100,10 +121,10 @@ class _Enter:
         return True
 
 
-def _enter(key: int | None, number: int) -> None:
+def _enter(key: int | None, number: int, place: int = 0) -> None:
     # Number 0 is the model, whose generator serves everything between blocks; blocks have 1, 2, ... The states from outside are
     # saved here and restored in _leave(), so blocks draw nothing from them. Without a key (evaluation), generators are left alone.
-    _thread.entered.append((key, [] if key is None else _states()))
+    _thread.entered.append(_Entered(key, [] if key is None else _states(), place))
     if key is not None:
         seed = _mixed(key, number)
         torch.default_generator.manual_seed(seed)
@@ -112,7 +133,7 @@ def _enter(key: int | None, number: int) -> None:
 
 
 def _leave(*_: Any) -> None:
-    states = _thread.entered.pop()[1]
+    states = _thread.entered.pop().states
     for state, put_back in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
         put_back(state)
 

@@ -13,6 +13,7 @@ import torch
 from controllers import SCRIPTS
 from same import assert_same, gradients
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hvd_ckpt as hc
 from hvd_ckpt.data.objectives import Batch
@@ -144,8 +145,12 @@ def test_skips_of_a_recomputed_sequential() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "runs"), [("always", 24), ("except_last", 18), ("never", 12), ("auto", 12)]
 )
-def test_blocks_and_micro_batches_draw_different_numbers(checkpoint: str, runs: int) -> None:
-    model = hc.Pipeline(nn.Sequential(*(Noted() for _ in range(3))), chunks=2, checkpoint=checkpoint)
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_blocks_and_micro_batches_draw_different_numbers(shared: bool, checkpoint: str, runs: int) -> None:
+    blocks = [Noted(), Noted(), Noted()]
+    if shared:  # one block at two places
+        blocks[2] = blocks[0]
+    model = hc.Pipeline(nn.Sequential(*blocks), chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         model.accumulate(
             (torch.ones(4, 50, requires_grad=True), torch.ones(4)), lambda output, _: output.mean()
@@ -153,6 +158,25 @@ def test_blocks_and_micro_batches_draw_different_numbers(checkpoint: str, runs: 
     masks = [tuple(mask.flatten().tolist()) for block in model.children() for mask in block.masks]
     assert len(set(masks)) == 2 * 3 * 2  # steps, blocks, micro-batches
     assert len(masks) == runs
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_dropout_at_several_places_draws_by_its_place(checkpoint: str) -> None:
+    def make_chain() -> nn.Sequential:
+        torch.manual_seed(3)
+        drop = nn.Dropout(0.5)
+        return nn.Sequential(nn.Linear(8, 8), drop, nn.Linear(8, 8), drop, nn.Linear(8, 8), drop)
+
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    whole = hc.seed_blocks(make_chain())
+    torch.manual_seed(9)
+    hc.accumulate(lambda part: F.mse_loss(whole(*part.inputs), part.targets), batch, 2)
+    model = hc.Pipeline(
+        make_chain(), [3, 3], chunks=2, schedule="interleaved", virtual_stages=2, checkpoint=checkpoint
+    )
+    torch.manual_seed(9)
+    model.accumulate(batch, F.mse_loss)
+    assert_same(gradients(model), gradients(whole))
 
 
 def test_a_micro_batch_without_terms_adds_nothing_in_earlier_chunks() -> None:
