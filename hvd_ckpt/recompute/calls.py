@@ -165,9 +165,12 @@ def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int
 
 
 def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The running statistics among the arguments of a call."""
+    """The running statistics that a call updates, and so does not read."""
     first = _STATISTICS.get(func)
     if first is None:
+        return []
+    usual = kwargs.get("training", kwargs.get("use_input_stats", func is functional.instance_norm))
+    if not (args[5] if len(args) > 5 else usual):
         return []
     statistics = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     return [tensor for tensor in statistics if isinstance(tensor, Tensor)]

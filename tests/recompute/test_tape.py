@@ -67,6 +67,16 @@ def test_side_effects_happen_once() -> None:
     assert torch.allclose(model[0].running_mean, 0.1 * x.mean((0, 2, 3)))
 
 
+def test_statistics_that_a_frozen_norm_reads_may_not_change_before_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)).eval()
+    x = torch.randn(3, 6)
+    policy = drop_all(model, x)
+    out = run_selectively(model, (x,), {}, policy)
+    model[1].running_mean.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_model_called_twice_before_backward_and_keyword_tensors() -> None:
     def attend(x: Tensor, *, scale: Tensor, masks: dict[str, Tensor]) -> Tensor:
         return torch.where(masks["keep"], (x * scale).exp(), x.sin()) * scale
