@@ -67,6 +67,12 @@ from hvd_ckpt.batchnorm import (
     SyncBatchNorm as SyncBatchNorm,
     commit_batch_norm as commit_batch_norm,
 )
+from hvd_ckpt.collectives.scatter import (
+    grouped_reducescatter as grouped_reducescatter,
+    grouped_reducescatter_async as grouped_reducescatter_async,
+    reducescatter as reducescatter,
+    reducescatter_async as reducescatter_async,
+)
 from hvd_ckpt.distributed.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )
@@ -79,6 +85,9 @@ from hvd_ckpt.distributed.shard import (
 )
 from hvd_ckpt.distributed.verification import (
     verify as verify,
+)
+from hvd_ckpt.offload.host_memory import (
+    init_on_disk as init_on_disk,
 )
 from hvd_ckpt.parallel.local_sgd.construction import (
     LocalSGD as LocalSGD,
@@ -163,12 +172,6 @@ from hvd_ckpt.reduction.communicator import (
 from hvd_ckpt.reduction.consistency import (
     WeightsDiffer as WeightsDiffer,
 )
-from hvd_ckpt.collectives.scatter import (
-    grouped_reducescatter as grouped_reducescatter,
-    grouped_reducescatter_async as grouped_reducescatter_async,
-    reducescatter as reducescatter,
-    reducescatter_async as reducescatter_async,
-)
 from hvd_ckpt.reduction.stats import (
     ReductionStats as ReductionStats,
 )
@@ -177,9 +180,6 @@ from hvd_ckpt.sharding.averaging import (
 )
 from hvd_ckpt.sharding.clipping import (
     clip_grad_norm_ as clip_grad_norm_,
-)
-from hvd_ckpt.offload.host_memory import (
-    init_on_disk as init_on_disk,
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,

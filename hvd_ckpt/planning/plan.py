@@ -358,7 +358,9 @@ class Plan:
             names = [name for name, child in container._modules.items() if child is not None]
             first, own = names.index(run[0].rpartition(".")[2]), [name.rpartition(".")[2] for name in run]
             if names[first : first + len(run)] != own:
-                raise PlanError(f"{misfit} '{run[0]}' to '{run[-1]}' are not children of it that follow each other.")
+                raise PlanError(
+                    f"{misfit} '{run[0]}' to '{run[-1]}' are not children of it that follow each other."
+                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON. The file is written completely or not at all.

@@ -106,7 +106,9 @@ class _Enter:
         if not _thread.entered:
             return None, self.numbers[0]
         around = _thread.entered[-1]
-        around.place = min((number for number in self.numbers if number > around.place), default=self.numbers[0])
+        around.place = min(
+            (number for number in self.numbers if number > around.place), default=self.numbers[0]
+        )
         return around.key, around.place
 
     def register(self, module: nn.Module) -> bool:

@@ -170,7 +170,7 @@ def test_a_dropout_at_several_places_draws_by_its_place(checkpoint: str) -> None
     batch = torch.randn(4, 8), torch.randn(4, 8)
     whole = hc.seed_blocks(make_chain())
     torch.manual_seed(9)
-    hc.accumulate(lambda part: F.mse_loss(whole(*part.inputs), part.targets), batch, 2)
+    hc.accumulate(lambda part: F.mse_loss(whole(part[0]), part[1]), batch, 2)
     model = hc.Pipeline(
         make_chain(), [3, 3], chunks=2, schedule="interleaved", virtual_stages=2, checkpoint=checkpoint
     )
