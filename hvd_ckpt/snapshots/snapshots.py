@@ -41,11 +41,13 @@ from hvd_ckpt.snapshots.folder import (
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
+from hvd_ckpt.snapshots.state import LoopRankState, LoopState, validated
 from hvd_ckpt.snapshots.training_state import TrainingState
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.elementwise import class_of
 from hvd_ckpt.utils.schema import Wrong
+from hvd_ckpt.utils.states import State
 
 
 class Snapshots:
@@ -214,8 +216,8 @@ class Snapshots:
 
         Raises:
             SnapshotError: another run uses the folder. Or the step is not a number of steps, or is before that of the last
-                snapshot. Or the folder has snapshots, and :meth:`resume` was not called. Or the optimizer's state is one that no
-                run could resume from. Raised on every rank.
+                snapshot. Or the folder has snapshots, and :meth:`resume` was not called. Or the state is one that no run could
+                resume from. Raised on every rank.
         """
         if not self._resumed:
             there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
@@ -247,6 +249,8 @@ class Snapshots:
                 "loop": copy.deepcopy(loop),
             },
             {"loader": None if self._same_loader else loader},
+            LoopState,
+            LoopRankState,
         )
 
     def stop_requested(self) -> str | None:
@@ -350,8 +354,10 @@ class Snapshots:
         self._abandoned = [path for path in there if step_of(path) > snapshot.manifest.step]
         return self._training.load(snapshot, options)
 
-    def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
-        """As :meth:`save`; the arguments are further state, or state that replaces that of this object."""
+    def begin(
+        self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], *schemas: type[State]
+    ) -> None:
+        """As :meth:`save`; the arguments are further state, or state that replaces that of this object, and the schemas of both."""
         self._optimizer.check_own_weights("Snapshots.save()")
         self._open()
         self._lock_folder()
@@ -364,6 +370,8 @@ class Snapshots:
             self._writer.wait()
             try:
                 state = self._training.saved(replicated, per_rank)
+                for schema, values in zip(schemas, (state.replicated, state.per_rank)):
+                    validated(schema, values, "state")
             except Wrong as error:
                 raise SnapshotError(
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."

@@ -108,13 +108,13 @@ R = TypeVar("R", bound=ReplicatedState)
 
 def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
-    checked = _validated(replicated, snapshot.replicated, "replicated")
+    checked = validated(replicated, snapshot.replicated, "replicated")
     if snapshot.has_own:
-        of_rank = _validated(per_rank, snapshot.per_rank, "per_rank")
+        of_rank = validated(per_rank, snapshot.per_rank, "per_rank")
         gradients, learned = parts_of(of_rank.reduction)
-        _validated(GradientsState, gradients, "per_rank.reduction")
+        validated(GradientsState, gradients, "per_rank.reduction")
         if learned and snapshot.manifest.layout.stage < 2:
-            _validated(ReducerState, learned, "per_rank.reduction")
+            validated(ReducerState, learned, "per_rank.reduction")
     return checked
 
 
@@ -126,10 +126,11 @@ class _OfRank(State):
 
 def optimizer_of(snapshot: Snapshot, rank: int) -> OptimizerValues | None:
     """The plain values of the optimizer in a rank's file, which may be another rank's. Raises Wrong unless they have the schema."""
-    return _validated(_OfRank, snapshot.state(rank_file(rank)), rank_file(rank)).optimizer
+    return validated(_OfRank, snapshot.state(rank_file(rank)), rank_file(rank)).optimizer
 
 
-def _validated(schema: type[S], value: Any, place: str) -> S:
+def validated(schema: type[S], value: Any, place: str) -> S:
+    """The value. Raises Wrong unless it has the schema."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:

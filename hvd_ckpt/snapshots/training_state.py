@@ -26,6 +26,7 @@ from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range, libraries
 from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_state
+from hvd_ckpt.snapshots.tensors import map_tensors, stored
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.own_state import extra_states, set_extra_states
 from hvd_ckpt.utils.schema import Wrong, shown
@@ -81,7 +82,9 @@ class TrainingState:
         optimizer, grid = self.optimizer, current()
         names, extra = self.tensors, copy.deepcopy(extra_states(self.model))
         ranges, values = names.saved(self.average, extra, alone)
-        scaler = None if self.scaler is None else self.scaler.state_dict()
+        scaler = None
+        if self.scaler is not None:  # one that is disabled has no state
+            scaler = map_tensors(self.scaler.state_dict(), "scaler", stored) or None
         apart = None
         if optimizer.is_local:
             averages = {} if optimizer.averaging is None else optimizer.averaging.state_dict()

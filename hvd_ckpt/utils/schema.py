@@ -63,6 +63,8 @@ def _place(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             text += f"[{part}]"
+        elif part == "[key]":
+            text = f"the key {text}"
         elif part.isidentifier() and len(part) <= 60:
             text += f".{part}" if text else part
         else:

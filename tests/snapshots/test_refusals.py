@@ -124,6 +124,45 @@ def test_another_scheduler_is_refused(folder: Path) -> None:
     )
 
 
+class Feed:
+    """Has a state that it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("loader", Feed([1]), "loader is a list, and must be a valid dictionary"),
+        ("loader", Feed({0: 1}), r"the key loader\[0\] is 0, and must be a valid string"),
+        ("scheduler", Feed((1,)), "scheduler is a list, and must be a valid dictionary"),
+        ("scaler", hc.GradScaler("cpu", growth_interval=2**31), "scaler.growth_interval is .* less than"),
+    ],
+)
+def test_state_that_no_run_could_resume_from_is_refused_when_saved(
+    folder: Path, name: str, value: Any, says: str
+) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    says = f"step 1 was not written, since it could not be resumed from: .*{says}"
+    on_all(SnapshotError, says, lambda: saved(folder, model, optimizer, **{name: value}))
+    assert not list(folder.rglob("manifest.json"))
+
+
+def test_a_disabled_scaler_resumes(folder: Path) -> None:
+    model, scaler = chain(), hc.GradScaler("cpu", enabled=False)
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved(folder, model, optimizer, scaler=scaler)
+    resume(folder, model, optimizer, scaler=scaler)
+
+
 def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
     """The next resume() would load the older snapshot of the larger step, and all that came after it would be lost."""
     model = chain()
