@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import horovod.torch as hvd
 import torch
 from torch import nn
 
+from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
 from hvd_ckpt.utils.own_state import extra_states
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.schema import Wrong
 
 
@@ -52,8 +55,8 @@ def check_arguments(
                 f"Snapshots: the module '{name}' has a get_extra_state(), which returns a {type(state).__name__}; {reason} "
                 "parameters and buffers: keep that state in buffers"
             )
-    if optimizer.is_local and optimizer.members.process_set_id != 0:
-        raise ValueError("Snapshots: optimizer is one of LocalSGD of a process set: give it all ranks")
+    members = optimizer.members if optimizer.is_local else optimizer.process_set
+    check({"Snapshots": True, "an optimizer of a process set": len(ranks_of(members)) < hvd.size()})
     if optimizer.is_local and average is not None:
         raise ValueError(
             "Snapshots: optimizer is one of LocalSGD, and has other weights on each rank: leave out average"

@@ -154,7 +154,7 @@ class ModelTensors:
     @cached_property
     def copy(self) -> str:
         """Whose weights this rank has, such as ``"@3"``, if those of local SGD have their own; an empty text for rank 0's."""
-        first = ranks_of(self._optimizer.process_set)[0] if self._optimizer.is_local else 0
+        first = ranks_of(self._optimizer.process_set)[0]
         return f"@{first}" if first else ""
 
     def _shards(self) -> Iterator[tuple[Part, Tensor]]:
@@ -307,14 +307,9 @@ class ModelTensors:
 
     def _writers(self, alone: bool) -> list[int]:
         """The ranks that have the same weights and share the writing."""
-        optimizer = self._optimizer
-        members = ranks_of(optimizer.process_set)
-        if alone:
-            return [hvd.rank()]
-        if not optimizer.is_local and members[0] != 0:
-            return [0]  # a process set without rank 0
+        members = [hvd.rank()] if alone else ranks_of(self._optimizer.process_set)
         # Where updates are reduced, a rank's state is that of its own gradients.
-        return members[:1] if optimizer.reduces_updates else members
+        return members[:1] if self._optimizer.reduces_updates else members
 
     def _writes(self, part: Part) -> bool:
         """Whether this stage and part of tensor parallelism write elements: each part its slice of a cut tensor, the first part

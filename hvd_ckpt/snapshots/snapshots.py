@@ -101,9 +101,8 @@ class Snapshots:
 
     Raises:
         TypeError: an argument has no state that can be saved; raised on every rank.
-        ValueError: ``keep`` is less than 1, or arguments differ between ranks. Or the optimizer is one of
-            :func:`hvd_ckpt.LocalSGD` and is used with an average, with pipeline stages, or without some of the ranks. Raised on
-            every rank.
+        ValueError: ``keep`` is less than 1, or arguments differ between ranks. Or the optimizer is one without some of the ranks,
+            or one of :func:`hvd_ckpt.LocalSGD` that is used with an average. Raised on every rank.
     """
 
     def __init__(

@@ -189,6 +189,10 @@ RULES: tuple[Rule, ...] = (
         ("replicas", "all of them take part in every step", "give every rank as many batches"),
         ("process_set", "join() knows nothing of it", "give every rank as many batches"),
     )),
+    # ---------------------------------------------------------------- snapshots
+    *apart("Snapshots", (
+        ("an optimizer of a process set", "the other ranks have weights of their own", "give it all ranks"),
+    )),
     # ---------------------------------------------------------------- recomputation
     *apart("budget", (
         ("plan", "each sets what is recomputed"), ("segments", "each sets what is recomputed"),

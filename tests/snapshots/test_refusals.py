@@ -163,6 +163,17 @@ def test_a_disabled_scaler_resumes(folder: Path) -> None:
     resume(folder, model, optimizer, scaler=scaler)
 
 
+@pytest.mark.parametrize("make", [hc.DistributedOptimizer, hc.LocalSGD])
+def test_an_optimizer_of_some_ranks_is_refused(folder: Path, make: Any) -> None:
+    """Without rank 0, the weights of its ranks would be lost."""
+    model, members = chain(), hc.add_process_set([1])
+    bare = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make(bare, model.named_parameters(), process_set=members)
+    says = "Snapshots cannot be used with an optimizer of a process set: .*give it all ranks"
+    on_all(ValueError, says, lambda: saved(folder, model, optimizer))
+    hc.remove_process_set(members)
+
+
 def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
     """The next resume() would load the older snapshot of the larger step, and all that came after it would be lost."""
     model = chain()
