@@ -229,15 +229,17 @@ class TrainingState:
     def _restore_types(self, snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Gives state of whole parameters the types that it was saved with: PyTorch has made those of the parameters of them.
 
-        Of parameters that had another type themselves it stays, as the run resumes in another precision.
+        Of parameters that were stepped in another type themselves, as master weights are, it stays: the run resumes in another
+        precision.
         """
 
         def restored(saved: Any, loaded: Any) -> Any:
             is_cast = isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype
             return saved.to(loaded.device) if is_cast and loaded.shape == saved.shape else loaded
 
+        there = snapshot.manifest.tensors
         for number, part in enumerate(self.tensors.parts):
-            weight = snapshot.manifest.tensors.get(f"weights/{part.name}")
+            weight = there.get(f"master_weights/{part.name}", there.get(f"weights/{part.name}"))
             if number in saved and weight is not None and weight.torch_dtype == part.tensor.dtype:
                 entries = self.optimizer.state.get(part.tensor, {})
                 for key, value in saved[number].items():

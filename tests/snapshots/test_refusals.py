@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import batch, chain, same_everywhere
+from one_process import batch, chain, difference, same_everywhere, train
 from sharded import distribute
 from torch import nn
 
@@ -172,6 +172,25 @@ def test_an_optimizer_of_some_ranks_is_refused(folder: Path, make: Any) -> None:
     says = "Snapshots cannot be used with an optimizer of a process set: .*give it all ranks"
     on_all(ValueError, says, lambda: saved(folder, model, optimizer))
     hc.remove_process_set(members)
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_half_precision_shards_resume_whole(folder: Path, shard: int) -> None:
+    """The moments are those of float32 master weights, which a whole optimizer has not."""
+
+    def make(**options: Any) -> tuple[nn.Module, Any]:
+        model = chain(2, torch.bfloat16)
+        return model, distributed(model, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+
+    model, optimizer = make(shard=shard)
+    train(model, optimizer, range(2))
+    saved(folder, model, optimizer)
+    again, whole = make()
+    resume(folder, again, whole)
+    train(model, optimizer, range(2, 4))
+    train(again, whole, range(2, 4))
+    with optimizer.gathered_parameters():
+        assert difference(model, again) < 0.01
 
 
 def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
