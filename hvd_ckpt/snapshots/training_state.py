@@ -16,7 +16,7 @@ from hvd_ckpt.collectives.agreement import errors_on_all
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.state import load, numbered, ranges_of
+from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
@@ -215,15 +215,12 @@ class TrainingState:
             for group, own in zip(loaded["param_groups"], optimizer.param_groups):
                 if "param_names" in own:
                     group["param_names"] = own["param_names"]
-            if masters:
+            if is_sharded:
+                loaded["pieces"] = [each[:3] for each in ranges_of(optimizer)]
                 loaded["master_weights"] = masters
-        if is_sharded:
-            load(optimizer, lambda: loaded)
-            if optimizer.reducer is not None:
-                optimizer.note_state_loaded()
-        else:
-            saved = {number: dict(entries) for number, entries in state.items()}
-            optimizer.load_state_dict(loaded)
+        saved = {number: dict(entries) for number, entries in state.items()}
+        optimizer.load_state_dict(loaded)
+        if not is_sharded:
             self._restore_types(snapshot, saved)
 
     def _restore_types(self, snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]]) -> None:
