@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.collectives.agreement import errors_on_all
+from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.averaging import AveragedWeights
@@ -283,24 +283,26 @@ class TrainingState:
         optimizer, same = self.optimizer, snapshot.manifest.replicas == hvd.size()
         own = snapshot.per_rank["local"] if snapshot.per_rank and same else None
         fault: str | None = None
-        with errors_on_all("Snapshots: period"):
-            if not optimizer.is_local:
-                fault = "the optimizer is not one of LocalSGD"
-            elif own is None:
-                fault = f"there are {hvd.size()} ranks, and it has the weights of {snapshot.manifest.ranks}"
-            elif own["elements"] != _elements_of(optimizer):
-                fault = "its ranks have other shards of the weights"
-            else:
-                try:
-                    optimizer.averaging.check(own["averages"])
-                except ValueError as error:
-                    fault = str(error)
-            # At the end of a period, all ranks have the same weights, so any ranks may begin a new one.
-            if fault is not None and snapshot.replicated["mid_period"]:
-                raise SnapshotError(
-                    f"The snapshot of step {snapshot.manifest.step} lies within a period of local SGD, where ranks have weights of "
-                    f"their own: {fault}; give the same ranks and settings, or resume from a period's end (one fragment, no delay)."
-                )
+        if not optimizer.is_local:
+            fault = "the optimizer is not one of LocalSGD"
+        elif own is None:
+            fault = f"there are {hvd.size()} ranks, and it has the weights of {snapshot.manifest.ranks}"
+        elif own["elements"] != _elements_of(optimizer):
+            fault = "its ranks have other shards of the weights"
+        else:
+            try:
+                optimizer.averaging.check(own["averages"])
+            except ValueError as error:
+                fault = str(error)
+        # All ranks continue, or none: with other shards, some may have the same elements.
+        faults = of_all_processes(fault, "Snapshots: period")
+        fault = next(filter(None, [fault, *faults]), None)
+        # At the end of a period, all ranks have the same weights, so any ranks may begin a new one.
+        if fault is not None and snapshot.replicated["mid_period"]:
+            raise SnapshotError(
+                f"The snapshot of step {snapshot.manifest.step} lies within a period of local SGD, where ranks have weights of "
+                f"their own: {fault}; give the same ranks and settings, or resume from a period's end (one fragment, no delay)."
+            )
         if fault is not None and optimizer.is_local and hvd.rank() == 0:
             run_warnings.warn("A new period of local SGD begins; outer momentum, if any, is zero.")
         return own if fault is None else None

@@ -257,6 +257,24 @@ def test_a_loop_of_local_sgd_that_is_sharded_within_groups_resumes_in_the_same_b
                 Loop(local={**local, **wrong}).run(folder / "run")
 
 
+def test_a_period_with_other_shards_begins_anew_also_on_a_rank_that_has_the_same_elements(
+    folder: Path,
+) -> None:
+    for begun, shard in enumerate((1, 0)):  # rank 0 has all elements of a small model in both
+        model = nn.Linear(4, 4, bias=False)
+        bare = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hc.LocalSGD(bare, model.named_parameters(), every=1, within=[[0, 1]], shard=shard)
+        with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
+            warned = begun and hc.rank() == 0
+            with pytest.warns(UserWarning, match="new period") if warned else contextlib.nullcontext():
+                assert snapshots.resume() == begun
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            snapshots.save(begun + 1)
+    weights = hc.allgather_object(model.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+
+
 def test_an_average_in_a_step_that_overflow_skips_waits_for_the_copy(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
