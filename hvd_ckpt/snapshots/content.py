@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,15 @@ def staged(rank: int, staging: Staging | None, state: SavedState) -> SavedState:
         Wrong: the state holds something that files do not, or there is no memory for the copies.
     """
 
-    def copy_of(tensor: Tensor, at_once: bool) -> Tensor:
+    def copy_of(tensor: Tensor, at_once: bool = False) -> Tensor:
         return tensor if staging is None else staging.copy_of(tensor, at_once or tensor.nbytes <= SMALL)
-
-    def of_plain(at_once: bool) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: copy_of(stored(tensor).detach(), at_once)
 
     if staging is not None:
         staging.restart()
-    own = map_tensors(state.per_rank, "per_rank", of_plain(True))
-    replicated = map_tensors(state.replicated, "replicated", of_plain(False)) if rank == 0 else None
-    ranges: list[Range] = []
+    own = map_tensors(state.per_rank, "per_rank", lambda one: copy_of(stored(one).detach(), True))
+    replicated, ranges = None, list[Range]()
+    if rank == 0:
+        replicated = map_tensors(state.replicated, "replicated", lambda one: copy_of(stored(one).detach()))
     for each in state.ranges:
         if not each.name.isprintable():
             raise Wrong(f"a tensor has the name {ascii(each.name)[:60]}: give printable texts as names")

@@ -161,12 +161,13 @@ class ModelTensors:
         """This rank's shards of the parameters, and their exact values."""
         if self.layout is not None:
             for name, start, stop, values in self._optimizer.weight_pieces():
-                yield Part(*self._sharded[name], start, stop), values
+                yield Part(*self._known[name], start, stop), values
 
     @cached_property
-    def _sharded(self) -> dict[str, tuple[str, Tensor]]:
-        """The parameters of the layout by their names there: the names in a snapshot, and the parameters."""
-        named = zip(self.layout.names, self.layout.parameters)
+    def _known(self) -> dict[str, tuple[str, Tensor]]:
+        """The parameters by the names that the optimizer has: the names in a snapshot, and the parameters."""
+        layout, known = self.layout, self._optimizer.parameter_names
+        named = zip(known.values(), known) if layout is None else zip(layout.names, layout.parameters)
         return {name: (self._names.get(id(parameter), name), parameter) for name, parameter in named}
 
     def weights(self) -> list[Part]:
@@ -187,12 +188,10 @@ class ModelTensors:
         there, own = snapshot.manifest.tensors, snapshot.own_buffers
         parts, wanted = self.weights(), list[Range]()
         for part in parts:
-            kind, known = f"weights{copy}", f"weights/{part.name}" in there
-            if not isinstance(
-                part.tensor, nn.Parameter
-            ):  # this rank's own, in its own file, or those of rank 0
+            kind = f"weights{copy}"
+            if not isinstance(part.tensor, nn.Parameter):  # its own, in this rank's file, or those of rank 0
                 kind = own if f"{own}/{part.name}" in there else "weights"
-            stored = part.name if known else snapshot.manifest.aliases.get(part.name, part.name)
+            stored = snapshot.manifest.aliases.get(part.name, part.name)
             wanted.append(self.range_of(kind, part._replace(name=stored)))
         with snapshot.comparing():
             values = snapshot.read(wanted)
@@ -215,13 +214,8 @@ class ModelTensors:
         if not hasattr(optimizer, "parameter_names"):  # not distributed
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
             return [Part.all_of(self._names[id(one)], one) for one in parameters]
-        by_name = {name: parameter for parameter, name in optimizer.parameter_names.items()}
-        return [
-            Part(
-                self._names.get(id(by_name[name]), name), by_name[name], start, stop, spec if whole else None
-            )
-            for name, start, stop, spec, whole in ranges_of(optimizer)
-        ]
+        ranges = ranges_of(optimizer)
+        return [Part(*self._known[one.name], *one[1:3], one.spec if one.whole else None) for one in ranges]
 
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer."""

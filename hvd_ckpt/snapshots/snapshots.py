@@ -119,16 +119,8 @@ class Snapshots:
         blocking: bool = False,
         warn: Warn | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in check_arguments.__annotations__}
         error: Exception | None = None
-        given: dict[str, Any] = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-            "loader": loader,
-            "average": average,
-            "keep": keep,
-        }
         try:
             check_arguments(**given)
         except (TypeError, ValueError) as wrong:
@@ -347,7 +339,7 @@ class Snapshots:
         """Loads everything except weights and further state. Returns whether this includes this rank's own state.
 
         Args:
-            options: see :func:`.loading.load_optimizer`.
+            options: as of :meth:`.TrainingState.load`.
         """
         there = list_snapshots(self.folder / "snapshots")
         self._abandoned = [path for path in there if step_of(path) > snapshot.manifest.step]

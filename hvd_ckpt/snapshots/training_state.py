@@ -315,13 +315,12 @@ def _elements_of(optimizer: Any) -> list[tuple[str, int, int]]:
 
 def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
     """Warns in one line of what may change the bits of the run's results: threads, kind of device, versions."""
-    then = {"device": snapshot.replicated["device"], "CPU threads a rank": snapshot.replicated["threads"]}
-    now: dict[str, Any] = {"device": device, "CPU threads a rank": torch.get_num_threads()}
-    then.update(snapshot.manifest.libraries)
-    now.update({name: libraries()[name] for name in ("torch", "hvd_ckpt", "horovod")})
-    changed = [
-        f"{name} {then[name]} (now {now[name]})" for name in now if then.get(name, now[name]) != now[name]
-    ]
+    replicated, own = snapshot.replicated, libraries()
+    pairs: dict[str, tuple[Any, Any]] = {"device": (replicated["device"], device)}
+    pairs["CPU threads a rank"] = (replicated["threads"], torch.get_num_threads())
+    for name in ("torch", "hvd_ckpt", "horovod"):
+        pairs[name] = (snapshot.manifest.libraries.get(name, own[name]), own[name])
+    changed = [f"{name} {then} (now {now})" for name, (then, now) in pairs.items() if then != now]
     if changed:
         run_warnings.warn(
             f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "

@@ -1,11 +1,7 @@
-"""Snapshots that are written while training continues.
+"""Snapshots that are written while training continues, by a thread of each rank: :meth:`SnapshotWriter.begin` has the steps.
 
-A thread copies the state during the next forward and backward pass, which only read it. It writes the copy to the disk while
-training changes the state again. Training waits only before the optimizer's update, if the copy is not complete by then (CheckFreq,
-Mohan et al., FAST 2021).
-
-The ranks' threads synchronize through the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all
-ranks, it writes that of the snapshot and renames the folder. If a rank has failed, it removes the folder and reports the reason.
+Training waits only before the optimizer's update, if the copy is not complete by then. If a rank has failed, rank 0 removes the
+folder and reports the reason.
 """
 
 from __future__ import annotations
@@ -110,8 +106,7 @@ class SnapshotWriter:
         that no snapshot is being written while older ones are removed.
 
         Tensors of ranges and of ``state.replicated`` must stay as they are until :meth:`before_update` returns. Values that are not
-        tensors, tensors of at most 4 KiB, ranges that are marked as changing, and ``state.per_rank`` may change at once. Plain
-        state is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors.
+        tensors, tensors of at most 4 KiB, ranges that are marked as changing, and ``state.per_rank`` may change at once.
 
         Args:
             step: training steps taken.
