@@ -318,6 +318,25 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget
 
 
+class Lookahead(torch.optim.SGD):
+    """Has an attribute like a wrapper."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr, momentum=0.9)
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+
+
+def test_an_optimizer_with_an_attribute_like_a_wrapper(folder) -> None:
+    class Looks(Regression):
+        def configure_optimizers(self):
+            return Lookahead(self.parameters(), 0.1)
+
+    module = Looks()
+    fitted(module, callbacks=[Saves(folder, every_n_epochs=1)], gradient_clip_val=1.0)
+    state = torch.load(next(folder.glob("*.ckpt")), weights_only=True)["optimizer_states"][0]
+    assert len(state["state"]) == len(list(module.parameters()))
+
+
 def refused(match: str, module: Any = None, strategy: Any = None, **settings: Any) -> None:
     with pytest.raises(ValueError, match=match):
         fitted(module or Regression(), strategy=strategy, **settings)

@@ -407,3 +407,19 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+class Lookahead(torch.optim.SGD):
+    """Has an attribute like a wrapper."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+
+
+def test_an_optimizer_with_an_attribute_like_a_wrapper(folder) -> None:
+    model = Normed()
+    args = arguments(folder, max_steps=2)
+    pair = Lookahead(model.parameters(), 0.1), None
+    trainer = Trainer(model, args, train_dataset=Points(16), optimizers=pair)
+    assert trainer.create_optimizer() is trainer.create_optimizer()
+    trainer.train()
+    hc.verify(model)

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.lightning_ending import Ending
-from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
+from hvd_ckpt.app.integrations.lightning_optimizer import hand_on, unwrapped
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
@@ -300,10 +300,10 @@ class HorovodStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, reduced, model, **kwargs)
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
-        hc.clip_grad_norm_(getattr(optimizer, "optimizer", optimizer), clip_val)
+        hc.clip_grad_norm_(unwrapped(optimizer), clip_val)
 
     def _clip_value(self, optimizer: Any, clip_val: float) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer = unwrapped(optimizer)
         hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
         in_shards = optimizer.shard_stage > 1
         clipped = [piece.parameter for piece in optimizer.pieces] if in_shards else parameters_of(optimizer)
@@ -321,7 +321,7 @@ class HorovodStrategy(ParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return getattr(optimizer, "optimizer", optimizer).full_state_dict() or {}
+        return unwrapped(optimizer).full_state_dict() or {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         check({"HorovodStrategy": True, "lr_find()": Path(filepath).name.startswith(TRIAL)})

@@ -48,6 +48,11 @@ class _HandsOn:
                     parameter.grad = None
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in Lightning's wrapper; one without a wrapper as it is."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
 def hand_on(wrapper: LightningOptimizer) -> None:
     """Has a wrapper hand everything on but steps."""
     if not isinstance(wrapper, _HandsOn):

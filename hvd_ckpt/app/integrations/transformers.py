@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DistributedSampler
@@ -150,10 +151,7 @@ class _OverHorovod:
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The Trainer's optimizer over all ranks, made after the plan."""
         # The Trainer asks again after Accelerate has wrapped the optimizer: the one that was made stays.
-        if (
-            self.optimizer is not None
-            and getattr(self.optimizer, "optimizer", self.optimizer) is self._distributed
-        ):
+        if self.optimizer is not None and _unwrapped(self.optimizer) is self._distributed:
             return self.optimizer
         if self._budget is not None:
             # The batch of the plan is drawn aside: training then draws the same random numbers as without a budget.
@@ -345,7 +343,7 @@ class SaveOnSignal(Stopping, transformers.TrainerCallback):
         self.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        if self.is_asked([getattr(optimizer, "optimizer", optimizer)]):
+        if self.is_asked([_unwrapped(optimizer)]):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -354,6 +352,11 @@ class SaveOnSignal(Stopping, transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end()
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer in Accelerate's wrapper; one without a wrapper as it is."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
