@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import signal
 from typing import Any
 
@@ -316,6 +318,23 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
     fitted(other, strategy=HorovodStrategy(shard=shard), **batches)
     same_bits(module, other)
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_clipping_by_value_limits_an_infinite_gradient(shard: str) -> None:
+    class Infinite(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + (self.last.bias * math.inf).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Infinite()
+    start = hc.broadcast_object(module.last.bias.item(), 0)
+    settings = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", "max_steps": 1}
+    fitted(module, strategy=HorovodStrategy(shard=shard), **settings)
+    assert module.last.bias.item() == pytest.approx(start - 0.1)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
 class Lookahead(torch.optim.SGD):

@@ -304,12 +304,13 @@ class HorovodStrategy(ParallelStrategy):
 
     def _clip_value(self, optimizer: Any, clip_val: float) -> None:
         optimizer = unwrapped(optimizer)
-        hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
+        optimizer.reduce_for_caller()
         in_shards = optimizer.shard_stage > 1
         clipped = [piece.parameter for piece in optimizer.pieces] if in_shards else parameters_of(optimizer)
         # A rank may have no part of what has gradients, and PyTorch refuses none.
         if clipped := [parameter for parameter in clipped if parameter.grad is not None]:
             torch.nn.utils.clip_grad_value_(clipped, clip_val)
+        optimizer.note_changes()  # the same on all ranks
 
     # -------------------------------------------------------------------------------- checkpoints
 
