@@ -320,6 +320,16 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget
 
 
+def test_a_hook_on_one_rank_alone() -> None:
+    class Looks(pl.Callback):
+        def on_after_backward(self, trainer, module):
+            assert module.last.weight.grad is not None
+
+    module = Regression()
+    fitted(module, callbacks=[Looks()] if hc.rank() == 0 else [])
+    hc.verify(module)
+
+
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_clipping_by_value_limits_an_infinite_gradient(shard: str) -> None:
     class Infinite(Regression):

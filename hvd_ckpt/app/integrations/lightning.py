@@ -32,7 +32,7 @@ from hvd_ckpt.app.integrations.lightning_optimizer import hand_on, unwrapped
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
-from hvd_ckpt.collectives.agreement import of_first_process
+from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.utils.rules import check
 
@@ -169,12 +169,13 @@ class HorovodStrategy(ParallelStrategy):
             plugin.scaler.load_state_dict(scaler.state_dict())
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
         module = self.lightning_module
-        self._asks = not module.automatic_optimization or any(
+        asks = not module.automatic_optimization or any(
             is_overridden(name, hooked)
             for hooked in (module, *trainer.callbacks)
             for name in ("on_after_backward", "optimizer_step")
             if hasattr(hooked, name)
         )
+        self._asks = any(of_all_processes(asks, "HorovodStrategy: hooks"))
         for wrapper in self._lightning_optimizers:
             hand_on(wrapper)
 
