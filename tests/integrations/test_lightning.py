@@ -18,7 +18,13 @@ import hvd_ckpt as hc
 pl = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -r install/requirements-tests.txt"
 )
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    Checkpoint,
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 
 from hvd_ckpt.app.integrations.lightning import HorovodStrategy, SaveOnSignal  # noqa: E402
 
@@ -80,7 +86,7 @@ def trainer(folder: Any = None, strategy: Any = None, callbacks: Any = (), **set
         default_root_dir=folder,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,
@@ -202,9 +208,11 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder, shard: str, nu
     fitted(whole, strategy=HorovodStrategy(shard=shard))
     handler, stop = signal.getsignal(number), SaveOnSignal(folder)
     assert stop.ckpt_path is None
+    callbacks = [stop, Signal(number), OnExceptionCheckpoint(folder)]
     with pytest.raises(SystemExit) as ended:
-        fitted(stopped, strategy=HorovodStrategy(shard=shard), callbacks=[stop, Signal(number)])
+        fitted(stopped, strategy=HorovodStrategy(shard=shard), callbacks=callbacks)
     assert ended.value.code == 128 + number
+    assert (folder / "on_exception.ckpt").is_file()  # a stop of all ranks leaves time for it
     assert signal.getsignal(number) is handler
     fitted(
         resumed, strategy=HorovodStrategy(shard=shard), callbacks=[stop], seed=99, ckpt_path=stop.ckpt_path

@@ -26,7 +26,7 @@ class Ending(_Launcher):
     """Runs the Trainer's functions in this process, and sees their errors first.
 
     Attributes:
-        error: what has ended the last function, if there are other ranks.
+        error: what has ended the last function on this rank alone.
     """
 
     is_interactive_compatible = True
@@ -45,9 +45,10 @@ class Ending(_Launcher):
         except BaseException as error:
             if isinstance(error, SIGTERMException):
                 error.code = TERMINATED  # else Python's would be 0
-            if hc.size() > 1:
+            # All ranks have stopped at the same place, where a checkpoint is still possible.
+            if hc.size() > 1 and not isinstance(error, Stopped):
                 self.error = error
-                if not isinstance(error, (Exception, Stopped)):  # Lightning ends the process without a word
+                if not isinstance(error, Exception):  # Lightning ends the process without a word
                     text = f"rank {hc.rank()} on host {host_name()}: ended by {type(error).__name__}"
                     print(text, file=sys.stderr, flush=True)
             raise
