@@ -328,6 +328,36 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget
 
 
+class Seen(pl.Callback):
+    """Notes the inputs of a training."""
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.inputs.append(batch[0].clone())
+
+
+@pytest.mark.parametrize("kind", ["loader", "generator", "iterator"])
+def test_a_plan_leaves_the_first_batch_to_the_training(quick_planner, kind: str) -> None:
+    def loader() -> Any:
+        dataset = data().dataset
+        if kind == "loader":
+            return hc.data.DataLoader(dataset, hc.data.DistributedSampler(dataset, 4, epochs=1))
+        if kind == "generator":
+            return DataLoader(dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+        return iter([dataset[start : start + 4] for start in range(0, SAMPLES, 4)])
+
+    seen = Seen(), Seen()
+    for budget, callback in zip((None, "0.9x"), seen):
+        strategy = HorovodStrategy(budget=budget)
+        settings = {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [callback]}
+        fitted(Regression(blocks=4), loader(), strategy=strategy, **settings)
+    assert len(seen[0].inputs) == (SAMPLES // 4 // hc.size() if kind == "loader" else SAMPLES // 4)
+    for batch, expected in zip(*(callback.inputs for callback in seen), strict=True):
+        assert torch.equal(batch, expected)
+
+
 def test_a_hook_on_one_rank_alone() -> None:
     class Looks(pl.Callback):
         def on_after_backward(self, trainer, module):

@@ -6,7 +6,6 @@ distributed optimizers, reduces gradients before hooks and clipping, and adds ea
 
 from __future__ import annotations
 
-import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +15,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torchmetrics import Metric
@@ -29,11 +26,13 @@ from torchmetrics import Metric
 import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.lightning_ending import Ending
 from hvd_ckpt.app.integrations.lightning_optimizer import hand_on, unwrapped
+from hvd_ckpt.app.integrations.lightning_plan import TrainingStep, apply_plan
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
+from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.rules import check
 
 STATE = "hvd_ckpt"  # key of a checkpoint
@@ -192,52 +191,20 @@ class HorovodStrategy(ParallelStrategy):
                 module.dist_sync_fn = lambda value, group=None: hc.allgather_object(value)
                 module.distributed_available_fn = lambda: True
         hc.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
-        if not trainer.training:
-            return model
-        whole = TrainingStep(model)
-        manual = not self.lightning_module.automatic_optimization
-        check({"budget": self._budget, "manual optimization": manual})
-        if self._budget is not None:
-            self._plan(trainer, whole)
-        return whole
-
-    def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
-        module, plugin = self.lightning_module, self.precision_plugin
-        # A loader of its own leaves that of the loop, and its position, alone.
-        loaders = trainer.fit_loop._data_source.dataloader()
-        with isolate_rng():
-            batch, number, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
-            batch = self.batch_to_device(plugin.convert_input(batch))
-        given = (batch, number)[: len(inspect.signature(module.training_step).parameters)]
-
-        def step(*args: Any) -> Any:
-            with plugin.train_step_context():
-                return module.training_step(*args)
-
-        # The planner's steps are not steps of the training: nothing of them is logged.
-        module.log = lambda *args, **options: None
-        whole.function = step
-        try:
-            mixed = plugin.precision if isinstance(plugin, MixedPrecision) else ""
-            autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mixed)
-            plan = hc.plan(
-                whole,
-                *given,
-                loss=lambda output: output["loss"] if isinstance(output, Mapping) else output,
-                budget=self._budget,
-                autocast=autocast,
-            )
-        finally:
-            del module.log
-            whole.function = None
-        plan.apply(whole)
+        return TrainingStep(model) if trainer.training else model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         bare_optimizers, shard = self.optimizers, self._options["shard"]
-        check(
-            {"shard": hc.Shard.of(shard).name, "several optimizers": len(bare_optimizers) > 1, "model": True}
-        )
+        check({
+            "budget": self._budget,
+            "manual optimization": not self.lightning_module.automatic_optimization,
+            "shard": hc.Shard.of(shard).name,
+            "several optimizers": len(bare_optimizers) > 1,
+            "model": True,
+        })  # fmt: skip
+        if self._budget is not None:
+            apply_plan(self, self._budget)
         named = list(self.model.named_parameters())
         self.optimizers = [
             hc.DistributedOptimizer(bare, named, model=self.model, **self._options)
@@ -395,18 +362,14 @@ class SaveOnSignal(Stopping, Callback):
         self.end()
 
 
-class TrainingStep(nn.Module):
-    """The module, or ``function``, as the one forward pass that plans and shards see."""
+def gather_state(value: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """The state of a metric on each rank, in place of torchmetrics' function. Collective."""
+    return [value] * hc.size() if is_undisturbed() else hc.allgather_object(value)
 
-    function: Callable[..., Any] | None = None
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A training step."""
-        return (self.function or self.module)(*args, **kwargs)
+def is_initialized() -> bool:
+    """Whether metrics have ranks to gather from."""
+    return bool(hc.is_initialized())  # whose own function cannot be pickled
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
