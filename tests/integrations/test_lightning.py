@@ -358,6 +358,33 @@ def test_a_plan_leaves_the_first_batch_to_the_training(quick_planner, kind: str)
         assert torch.equal(batch, expected)
 
 
+def test_a_planned_step_has_hooks_optimizers_and_ranks(quick_planner) -> None:
+    from torchmetrics import MeanMetric
+
+    class Asks(Regression):
+        def __init__(self) -> None:
+            super().__init__(blocks=4)
+            self.mean = MeanMetric()
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {"x": batch[0], "y": batch[1]}
+
+        def training_step(self, batch, batch_idx):
+            assert self.trainer.optimizers[0].param_groups[0]["lr"] > 0
+            loss = super().training_step((batch["x"], batch["y"]), batch_idx)
+            assert self.all_gather(loss, sync_grads=True).shape == (hc.size(),)
+            assert self.trainer.strategy.reduce(loss.detach()).shape == ()
+            assert self.trainer.strategy.broadcast(batch_idx) == batch_idx
+            self.trainer.strategy.barrier()
+            self.mean.update(loss.detach())
+            self.mean.compute()
+            return loss
+
+    module = Asks()
+    fitted(module, strategy=HorovodStrategy(budget="0.9x"), limit_val_batches=0)
+    hc.verify(module)
+
+
 def test_a_hook_on_one_rank_alone() -> None:
     class Looks(pl.Callback):
         def on_after_backward(self, trainer, module):

@@ -115,31 +115,37 @@ class HorovodStrategy(ParallelStrategy):
             return tensor
         averages = OPERATIONS[name] == hc.Average and not tensor.is_floating_point()
         value = tensor.float() if averages else tensor
+        if is_undisturbed():  # the planner runs steps on one rank
+            return value
         return hc.allreduce(value, op=OPERATIONS[name], name="hvd_ckpt.lightning.reduce")
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have come here."""
         self._launcher.check("barrier()")
-        hc.barrier()
+        if not is_undisturbed():
+            hc.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank, on every rank. Collective."""
         self._launcher.check("broadcast()")
-        return hc.broadcast_object(obj, src)
+        return obj if is_undisturbed() else hc.broadcast_object(obj, src)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """All ranks' tensors, of one shape, in a new first dimension. Collective."""
         self._launcher.check("all_gather()")
         check({"HorovodStrategy": True, "sync_dist_group": group})
         row = (tensor if sync_grads else tensor.detach())[None]
-        gathered: torch.Tensor = hc.allgather(row.detach(), name="hvd_ckpt.lightning.all_gather")
-        if row.requires_grad:
-            gathered = torch.cat((gathered[: hc.rank()], row, gathered[hc.rank() + 1 :]))
-            gathered.register_hook(
-                lambda gradient: hc.allreduce(
-                    gradient.contiguous(), op=hc.Sum, name="hvd_ckpt.lightning.gradient"
+        if is_undisturbed():
+            gathered = torch.cat([row] * hc.size())
+        else:
+            gathered = hc.allgather(row.detach(), name="hvd_ckpt.lightning.all_gather")
+            if row.requires_grad:
+                gathered = torch.cat((gathered[: hc.rank()], row, gathered[hc.rank() + 1 :]))
+                gathered.register_hook(
+                    lambda gradient: hc.allreduce(
+                        gradient.contiguous(), op=hc.Sum, name="hvd_ckpt.lightning.gradient"
+                    )
                 )
-            )
         return gathered if hc.size() > 1 else gathered[0]
 
     # -------------------------------------------------------------------------------- before training
