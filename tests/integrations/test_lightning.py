@@ -308,6 +308,22 @@ def test_a_metric_counts_all_ranks() -> None:
     assert run.callback_metrics["mean"].item() == (hc.size() - 1) / 2
 
 
+def test_a_metric_of_a_callback_counts_all_ranks() -> None:
+    from torchmetrics import MeanMetric
+
+    class Counts(pl.Callback):
+        def __init__(self) -> None:
+            self.mean = MeanMetric()
+
+        def on_train_batch_end(self, *_):
+            self.mean.update(float(hc.rank()))
+
+    counts = Counts()
+    fitted(Regression(), callbacks=[counts])
+    copy = pickle.loads(pickle.dumps(counts.mean))
+    assert counts.mean.compute().item() == copy.compute().item() == (hc.size() - 1) / 2
+
+
 @pytest.mark.parametrize("shard, precision", [("none", "bf16-mixed"), ("parameters", "32-true")])
 def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> None:
     """The bits of the run without recomputation."""

@@ -191,11 +191,12 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if self._layer_sync is not None:
             hc.SyncBatchNorm.convert(model)
-        for module in model.modules():
-            # By default, metrics gather by torch.distributed, which has no process group here.
-            if isinstance(module, Metric) and module.dist_sync_fn is None:
-                module.dist_sync_fn = lambda value, group=None: hc.allgather_object(value)
-                module.distributed_available_fn = lambda: True
+        attributes = (value for callback in trainer.callbacks for value in vars(callback).values())
+        for owner in (model, *attributes):
+            for module in owner.modules() if isinstance(owner, nn.Module) else ():
+                # By default, metrics gather by torch.distributed, which has no process group here.
+                if isinstance(module, Metric) and module.dist_sync_fn is None:
+                    module.dist_sync_fn, module.distributed_available_fn = gather_state, is_initialized
         hc.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
         return TrainingStep(model) if trainer.training else model
 
