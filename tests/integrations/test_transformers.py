@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,16 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+def test_the_main_process_is_first(folder) -> None:
+    args = arguments(folder)
+    Trainer(Normed(), args, train_dataset=Points(8))
+    with args.main_process_first(local=False):
+        if hc.rank() == 0:
+            time.sleep(0.2)
+            (folder / "made").touch()
+        assert (folder / "made").exists()
+
+
 class Lookahead(torch.optim.SGD):
     """Has an attribute like a wrapper."""
 

@@ -94,12 +94,26 @@ def _stored(args: Any, protocol: Any) -> Any:
     return object.__new__, (type(args).__base__,), vars(args)
 
 
+@contextlib.contextmanager
+def _main_process_first(args: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
+    """As the method of training arguments, with Horovod's barrier."""
+    is_first = (args.local_process_index if local else args.process_index) == 0
+    if not is_first:
+        hc.barrier()
+    try:
+        yield
+    finally:
+        if is_first:
+            hc.barrier()
+
+
 _OF_RANKS = {
     "process_index": property(lambda args: hc.rank()),
     "local_process_index": property(lambda args: hc.local_rank()),
     "world_size": property(lambda args: hc.size()),
     "device": property(lambda args: torch.device("cpu") if args.use_cpu else hc.local_device()),
     "n_gpu": property(lambda args: int(args.device.type == "cuda")),
+    "main_process_first": _main_process_first,
     "__reduce_ex__": _stored,
 }
 """What training arguments say of processes here, so that rank 0 alone logs and writes."""
