@@ -408,6 +408,28 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+class Kinds(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.found.append(isinstance(optimizer.optimizer, torch.optim.SGD))
+
+
+def test_another_training_has_the_users_optimizer(folder) -> None:
+    models, kinds = [], Kinds()
+    for shard in ("none", "parameters"):
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+        settings = {"optimizers": (optimizer, None), "max_steps": 2, "eval_strategy": "no"}
+        trainer = decided(folder, model, shard, callbacks=[kinds], **settings)
+        trainer.train()
+        models.append(model)
+    assert kinds.found == [True] * 8
+    for value, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_the_main_process_is_first(folder) -> None:
     args = arguments(folder)
     Trainer(Normed(), args, train_dataset=Points(8))

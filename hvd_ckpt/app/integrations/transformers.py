@@ -156,6 +156,7 @@ class _OverHorovod:
         AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=args.device.type == "cpu")
         super().__init__(model, args, *positional, **others)  # type: ignore[call-arg]
+        self._given_pair = self.optimizer, self.lr_scheduler
         self.callback_handler.__class__ = _Callbacks
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
@@ -278,7 +279,8 @@ class _OverHorovod:
         self._share_buffers()
         if self._distributed.shard_stage == 3:
             self._distributed.unshard()
-            self.optimizer = self.lr_scheduler = None  # so that another training makes them anew
+            # For another training, which wraps them anew.
+            self.optimizer, self.lr_scheduler = self._given_pair
         return result
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
