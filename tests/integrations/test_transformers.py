@@ -408,6 +408,18 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_checkpoint_on_each_host(folder, monkeypatch, shard: str) -> None:
+    monkeypatch.setattr(hc, "local_rank", lambda: 0)  # as if each rank were on a host of its own
+    own, data, extra = folder / str(hc.rank()), Rows(causal=True), {"shard": shard}
+    settings = {"save_strategy": "steps", "save_steps": 3, "save_on_each_node": True}
+    whole = trained(own, causal(0.1), data, extra=extra, **settings)
+    checkpoint = own / "run" / "checkpoint-3"
+    assert len(torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]) > 0
+    resumed = trained(own, causal(0.1), data, resume=str(checkpoint), seed=50, extra=extra, **settings)
+    same_bits(resumed.model, whole.model)
+
+
 class Kinds(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.found: list[bool] = []

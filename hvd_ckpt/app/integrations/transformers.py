@@ -284,11 +284,11 @@ class _OverHorovod:
         return result
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model, whole, on rank 0."""
+        """Writes the model, whole, on rank 0, or on one rank of each host with ``save_on_each_node``."""
         if self._distributed is None or self._distributed.shard_stage < 3:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = self._distributed.full_model_state_dict(self.model)
+        state = self._distributed.full_model_state_dict(self.model, self.args.save_on_each_node)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
 
@@ -307,7 +307,7 @@ class _OverHorovod:
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         # Gathered on all ranks, before rank 0 writes. It replaces the
         # file of the wrapped optimizer, which has this rank's part alone.
-        state = self._distributed.full_state_dict()
+        state = self._distributed.full_state_dict(self.args.save_on_each_node)
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save:
             torch.save(state, Path(output_dir, "optimizer.pt"))
