@@ -408,6 +408,25 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+def test_losses_and_counts_are_those_of_all_ranks(folder) -> None:
+    trainer = Trainer(
+        causal(),
+        arguments(folder, max_steps=3, logging_steps=2, include_num_input_tokens_seen="all"),
+        train_dataset=Rows(causal=True),
+    )
+    result = trainer.train()
+    found = (result.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen)
+    assert set(hc.allgather_object(found)) == {found}
+    batch = {"input_ids": torch.zeros(2, 8)}
+    assert found[1:] == (
+        3 * hc.size() * trainer.floating_point_ops(batch),
+        3 * hc.size() * batch["input_ids"].numel(),
+    )
+    if hc.rank() == 0:
+        trainer.log({"loss": 1.0})
+        assert trainer.state.log_history[-1]["loss"] == 1.0
+
+
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_a_checkpoint_on_each_host(folder, monkeypatch, shard: str) -> None:
     monkeypatch.setattr(hc, "local_rank", lambda: 0)  # as if each rank were on a host of its own

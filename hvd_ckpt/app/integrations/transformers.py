@@ -209,6 +209,8 @@ class _OverHorovod:
         return where
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log:
+            self._average_loss()
         with self._in_loop():
             super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
@@ -267,11 +269,25 @@ class _OverHorovod:
         # over all ranks.
         return hc.clip_grad_norm_(self._distributed, math.inf) if grad_norm is None else grad_norm
 
-    def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Logs, with the mean of all ranks' losses."""
-        if "loss" in logs:
-            logs["loss"] = hc.allreduce(torch.tensor(logs["loss"]), name="logged loss").item()
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+    def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._average_loss()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _average_loss(self: Any) -> None:
+        """Averages the sum of losses since the last log over the ranks."""
+        self._tr_loss.copy_(hc.allreduce(self._tr_loss, name="training loss"))
+
+    def store_flos(self: Any) -> None:
+        """Adds the floating-point operations of all ranks since the last call."""
+        self.current_flos = _sum(float(self.current_flos), "floating-point operations")
+        super().store_flos()  # type: ignore[misc]
+
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        if self.args.include_num_input_tokens_seen != "no":
+            seen = _sum(self.state.num_input_tokens_seen - before, "input tokens")
+            self.state.num_input_tokens_seen = before + seen
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trains; afterwards the model is whole and the same on every rank."""
@@ -368,6 +384,12 @@ class SaveOnSignal(Stopping, transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end()
+
+
+def _sum(value: Any, name: str) -> Any:
+    """The sum of the ranks' numbers."""
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return hc.allreduce(torch.tensor(value, dtype=dtype), op=hc.Sum, name=name).item()
 
 
 def _unwrapped(optimizer: Any) -> Any:
