@@ -408,6 +408,19 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+def test_a_stop_stays_due_after_an_evaluation_that_is_not_the_best(folder) -> None:
+    stop = SaveOnSignal(folder / "run")
+    with pytest.raises(SystemExit):
+        decided(
+            folder,
+            save_strategy="best",
+            compute_metrics=lambda found: {"own": 0.0},
+            metric_for_best_model="own",
+            callbacks=[stop, Asks("signal")],
+        )
+    assert stop.checkpoint is not None and not stop.checkpoint.endswith("-1")
+
+
 def test_losses_and_counts_are_those_of_all_ranks(folder) -> None:
     trainer = Trainer(
         causal(),

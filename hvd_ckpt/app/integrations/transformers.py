@@ -225,6 +225,11 @@ class _OverHorovod:
             output = output._replace(metrics=of_first_process(output.metrics, "Trainer: metrics"))
         return output
 
+    def _determine_best_metric(self: Any, *args: Any, **kwargs: Any) -> bool:
+        # With save_strategy="best" the result replaces should_save: a save that a callback has asked for stays due.
+        is_best = super()._determine_best_metric(*args, **kwargs)  # type: ignore[misc]
+        return bool(is_best or self.control.should_save)
+
     @contextlib.contextmanager
     def _in_loop(self: Any) -> Iterator[None]:
         before, self.callback_handler.in_loop = self.callback_handler.in_loop, True
