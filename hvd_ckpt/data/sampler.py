@@ -80,10 +80,15 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         self._cached: tuple[int, NDArray[numpy.integer]] | None = None
 
     @property
+    def num_replicas(self) -> int:
+        """Number of ranks."""
+        ranks: int = hvd.size() if self._num_replicas is None else self._num_replicas
+        return ranks
+
+    @property
     def global_batch(self) -> int:
         """Number of samples that all ranks together take at a time."""
-        ranks: int = hvd.size() if self._num_replicas is None else self._num_replicas
-        return self.batch_size * ranks
+        return self.batch_size * self.num_replicas
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import hvd_ckpt as hc
 
@@ -408,6 +408,65 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Noting(Normed):
+    """Notes the first column of what it is trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x, labels):
+        self.seen.extend(x[:, 0].tolist())
+        return super().forward(x, labels)
+
+
+class Stream(IterableDataset):
+    def __init__(self, points: Points) -> None:
+        self.points = points
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self):
+        return (self.points[index] for index in range(len(self.points)))
+
+
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return WeightedRandomSampler(torch.ones(32), 32, replacement=False)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, 4, shuffle=True, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+class OwnDistributedLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        sampler = hc.data.DistributedSampler(self.train_dataset, 4, epochs=1)
+        return self.accelerator.prepare(hc.data.DataLoader(self.train_dataset, sampler))
+
+
+@pytest.mark.parametrize("kind", [OwnSampler, OwnLoader, OwnDistributedLoader, Trainer])
+def test_data_of_the_user_are_divided_over_the_ranks(folder, kind: Any) -> None:
+    points, model = Points(32), Noting()
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=-1, num_train_epochs=1)
+    trainer = kind(
+        model, args, train_dataset=Stream(points) if kind is Trainer else points, eval_dataset=points
+    )
+    torch.manual_seed(hc.rank())
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 32 // 4 // hc.size()
+    seen = [value for of_rank in hc.allgather_object(model.seen) for value in of_rank]
+    assert sorted(seen) == sorted(points.x[:, 0].tolist())
+    model.seen.clear()
+    trainer.evaluate()
+    assert model.seen == points.x[:, 0].tolist()
+
+
 def test_a_stop_stays_due_after_an_evaluation_that_is_not_the_best(folder) -> None:
     stop = SaveOnSignal(folder / "run")
     with pytest.raises(SystemExit):

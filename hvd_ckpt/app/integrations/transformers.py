@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.stopping import Stopping
+from hvd_ckpt.app.integrations.transformers_data import DividingAccelerator
 from hvd_ckpt.collectives.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import TRAINER, check
@@ -157,11 +158,17 @@ class _OverHorovod:
         args.distributed_state = PartialState(cpu=args.device.type == "cpu")
         super().__init__(model, args, *positional, **others)  # type: ignore[call-arg]
         self._given_pair = self.optimizer, self.lr_scheduler
+        make = self.get_train_dataloader  # which the class of a user may override
+        self.get_train_dataloader = lambda: self.accelerator.for_training(make)
         self.callback_handler.__class__ = _Callbacks
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
             )
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = DividingAccelerator
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The Trainer's optimizer over all ranks, made after the plan."""
