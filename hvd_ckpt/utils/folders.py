@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -43,22 +44,23 @@ def make_writable(folder: Path) -> None:
         pass
 
 
-def new_folder(name: str | None, kind: str, make: bool = True) -> Path:
+def new_folder(name: str | None, kind: str, make: bool = True, unfinished: Iterable[str] = ()) -> Path:
     """Creates an empty folder with this name; by default ``runs/<kind>-<time>``.
 
     Args:
         make: whether to create the folder. If not, the function only checks whether it could.
+        unfinished: patterns of names that may be there, since a start that was killed leaves them.
 
     Raises:
-        ValueError: the folder is not empty or cannot be written to.
+        ValueError: the folder holds something else or cannot be written to.
     """
     folder = Path(name) if name else Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
         if folder.exists() and any(
-            not path.name.startswith(".config.yaml.") for path in folder.iterdir()
-        ):  # begun, and killed
+            not any(path.match(pattern) for pattern in unfinished) for path in folder.iterdir()
+        ):
             raise ValueError(f"the folder '{folder}' is not empty: give a new one")
     except OSError as error:
         raise ValueError(f"cannot write to '{folder}': {error.strerror}") from None

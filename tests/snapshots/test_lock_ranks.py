@@ -10,6 +10,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.config import ConfigError
+from hvd_ckpt.snapshots import lock
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.lock import LOCK_FILE
 
@@ -68,3 +69,32 @@ def test_a_run_of_the_command_in_one_folder(folder: Path, monkeypatch: pytest.Mo
     run(3, resume=str(folder / "run")).run()
     hc.barrier()
     assert not (folder / "run" / LOCK_FILE).exists()
+
+
+def test_a_run_starts_again_in_the_folder_of_a_start_that_was_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it would mix with files of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(lock, "DEAD_SECONDS", 0.1)
+    data = {"sequence_length": 8, "model_options": {"layers": 1, "width": 8, "heads": 1}, "eval_batches": 1}
+
+    def run(output: Path) -> Any:
+        config = hc.training.Config("gpt-tiny", steps=1, **data, output=str(output))
+        return hc.training.Trainer(config, *hc.training.assemble(config))
+
+    left = (LOCK_FILE, f"{LOCK_FILE}-dead-0", ".config.yaml.0", ".plan.json.0", "plan.json", "stop")
+    if hc.rank() == 0:
+        for name in ("run", "mixed"):
+            (folder / name).mkdir()
+            for file in left:
+                (folder / name / file).write_text("{}")
+        (folder / "mixed" / "notes").write_text("mine")
+    hc.barrier()
+    assert run(folder / "run").run().stopped is None
+    with pytest.raises(ConfigError, match="is not empty"):
+        run(folder / "mixed")
+    with pytest.raises(ConfigError, match="is not empty"):
+        run(folder / "run")  # which has run
+    hc.barrier()
+    assert {path.name for path in (folder / "mixed").iterdir()} == {*left, "notes"}

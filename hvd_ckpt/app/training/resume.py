@@ -19,9 +19,10 @@ from torch import nn
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.stopping import forget_file
+from hvd_ckpt.processes.stopping import STOP_FILE, forget_file
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.fits import check_fits
+from hvd_ckpt.snapshots.lock import LOCK_FILE
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.reader import Snapshot, find_in
 from hvd_ckpt.snapshots.schema import MAX_RANKS
@@ -36,6 +37,8 @@ FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
 PLANNED = (
     "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options", "pipeline",
 )  # fmt: skip
+# Left by a start that was killed before it wrote config.yaml, from which it could be resumed, and by a request to stop it.
+UNFINISHED = (LOCK_FILE, f"{LOCK_FILE}-dead-*", ".config.yaml.*", "plan.json", ".plan.json.*", STOP_FILE)
 
 # ------------------------------------------------------------------------------------ where a run starts
 
@@ -66,7 +69,8 @@ def find_resume_point(config: Config) -> ResumePoint:
             if config.resume:
                 answer = _resumed(Path(config.resume))
             else:
-                answer = ResumePoint(new_folder(config.output, "train", make=not config.dry_run))
+                folder = new_folder(config.output, "train", not config.dry_run, UNFINISHED)
+                answer = ResumePoint(folder)
             if not config.dry_run:
                 forget_file(answer.folder)
         except ValueError as error:
