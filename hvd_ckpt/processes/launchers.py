@@ -68,17 +68,21 @@ SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 def foreign_launcher() -> str | None:
     """``"torchrun"`` or ``"srun"`` if it has started this process as one of several ranks, which neither Horovod nor MPI knows of.
 
-    Under ``srun --mpi=...`` MPI knows of the ranks, so Horovod starts over it, unless ``HOROVOD_CONTROLLER=gloo``.
+    Under ``srun --mpi=...`` MPI knows of the ranks, so Horovod starts over it, unless ``HOROVOD_CONTROLLER=gloo``. Ranks of a
+    ``torchrun`` that ``srun`` or ``mpirun`` has started inherit variables of these, which are about torchrun itself.
     """
-    if any(name in os.environ for name in (GLOO_ADDRESS, "OMPI_COMM_WORLD_RANK")):
-        return None
-    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    if not over_gloo and any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK")):
+    if GLOO_ADDRESS in os.environ:
         return None
     for name, (_, size, *others) in FOREIGN.items():
         if (whole_in(size) or 0) > 1 and all(variable in os.environ for variable in others):
-            return name
+            return None if name == "srun" and _mpi_knows_rank() else name
     return None
+
+
+def _mpi_knows_rank() -> bool:
+    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    by_process_manager = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
+    return "OMPI_COMM_WORLD_RANK" in os.environ or (by_process_manager and not over_gloo)
 
 
 def adopt_launcher() -> str | None:
@@ -100,7 +104,10 @@ def launched_rank() -> int | None:
 
 def launched_size() -> int:
     """The number of ranks that a launcher has started with this process; 1 if none has."""
-    return whole_in("HOROVOD_SIZE") or whole_in("OMPI_COMM_WORLD_SIZE") or 1
+    sizes = ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    if "PMIX_RANK" in os.environ:  # PMIx gives the size in messages alone, and Slurm in these
+        sizes += ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"]
+    return next(filter(None, map(whole_in, sizes)), 1)
 
 
 def launcher_chain(rank: int) -> list[psutil.Process]:

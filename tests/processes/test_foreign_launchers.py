@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from hvd_ckpt.processes.launchers import FOREIGN, RANK_VARIABLES, foreign_launcher
+from hvd_ckpt.processes.launchers import COUNTS, FOREIGN, RANK_VARIABLES, foreign_launcher, launched_size
 from hvd_ckpt.processes.rendezvous import first_host, rank_variables
 
 pytestmark = pytest.mark.launch
@@ -29,6 +29,9 @@ for _ in range(3):
 place = f"{hc.grid().stage} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
 print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flush=True)
 """
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def environment() -> dict[str, str]:
@@ -96,8 +99,10 @@ def test_stages_in_a_job_of_slurm(script: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "launcher"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+        (TORCHRUN, "torchrun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # of anybody
+        ({**TORCHRUN, "PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
+        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "torchrun"),  # mpirun has started torchrun
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "1"}, None),  # MPI knows it
@@ -120,12 +125,36 @@ def test_stages_in_a_job_of_slurm(script: Path) -> None:
 def test_only_ranks_that_nobody_else_knows(
     variables: dict[str, str], launcher: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = {"HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR"}
-    for name in {*RANK_VARIABLES, *others, *(one for names in FOREIGN.values() for one in names)}:
+    set_only(variables, monkeypatch)
+    assert foreign_launcher() == launcher
+
+
+def set_only(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the variables of launchers, these."""
+    others = {"HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "PMI_SIZE", "SLURM_NTASKS"}
+    foreign = (one for names in FOREIGN.values() for one in names)
+    for name in {*COUNTS, *RANK_VARIABLES, *others, *foreign}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert foreign_launcher() == launcher
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 1),
+        ({"HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3),  # mpiexec of MPICH, srun --mpi=pmi2
+        ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"}, 4),  # srun --mpi=pmix
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "8"}, 8),
+        ({"SLURM_NTASKS": "8"}, 1),  # a shell in an allocation
+    ],
+)
+def test_the_number_of_ranks_that_were_started(
+    variables: dict[str, str], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_only(variables, monkeypatch)
+    assert launched_size() == size
 
 
 @pytest.mark.parametrize(
