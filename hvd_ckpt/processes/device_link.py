@@ -239,7 +239,7 @@ class DeviceLink:
         if now - self._since > STILL_SECONDS:
             peers = self._grid.peers
             for member in self._members:
-                if peers[member].table == peers[self._grid.number].table and peers[member].has_ended():
+                if peers[member].shares_table(peers[self._grid.number]) and peers[member].has_ended():
                     self._abort(f"{self._grid.name(member)} has ended")
                     return None
         return Wait(self._since, self._launched[0].awaited)

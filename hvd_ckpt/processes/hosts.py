@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import selectors
 import socket
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from hvd_ckpt.processes.grid import host_name
+from hvd_ckpt.utils.machine import machine_name, process_status
 from hvd_ckpt.utils.text import ranks_text
 
 LOOPBACK = "127.0.0.1"
@@ -27,7 +27,6 @@ PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after o
 SSH_PORT = 22
 ADDRESSES_PER_HOST = 4
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
-SAME_START_SECONDS = 5.0  # between two readings of one time, as clocks are adjusted
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,23 @@ class Peer:
         table = ""
         with contextlib.suppress(OSError):
             # Containers on one machine have process tables of their own, in which the same id is another process.
-            table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+            table = machine_name("pid")
         process = psutil.Process()
         return cls(rank, host_name(), own_addresses(), process.pid, process.create_time(), table=table)
 
+    def shares_table(self, other: Peer) -> bool:
+        """Whether two processes are known to be in one process table."""
+        return bool(self.table) and self.table == other.table
+
     def has_ended(self) -> bool:
         """Whether its process, which is in this machine's process table, has ended."""
-        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-    def _status(self) -> str | None:
-        try:
-            process = psutil.Process(self.pid)
-            # The kernel may have given the process id to another process since: the time of its start tells them apart.
-            same = abs(process.create_time() - self.started) < SAME_START_SECONDS
-            return process.status() if same else None
-        except psutil.NoSuchProcess:
-            return None
+        return process_status(self.pid, self.started) is None
 
     def trouble(self) -> str:
         """The trouble of its process, which is in this machine's process table; an empty string without any."""
         if self.has_ended():
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
-        if self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        if process_status(self.pid, self.started) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return f"rank {self.rank} (process {self.pid} on host {self.host}) is stopped by a signal"
         return ""
 
@@ -89,7 +83,7 @@ def diagnose(peers: Sequence[Peer], own: Peer) -> str:
     others = [peer for peer in peers if peer.rank != own.rank]
     if not others:
         return "not all ranks have come: look at their output, or give a longer stall_timeout"
-    near = [peer for peer in others if peer.table and peer.table == own.table]
+    near = [peer for peer in others if peer.shares_table(own)]
     troubles = [trouble for trouble in (peer.trouble() for peer in near) if trouble]
     if troubles:
         return f"{'; '.join(troubles)}: look at its output, then start again from the newest snapshot"
@@ -110,7 +104,7 @@ def lost(peers: Iterable[Peer], own: Peer) -> str:
     others = [peer for peer in peers if peer.rank != own.rank]
     hosts: dict[tuple[str, tuple[str, ...]], list[Peer]] = {}
     for peer in others:
-        if peer.table != own.table or not peer.table:
+        if not peer.shares_table(own):
             hosts.setdefault((peer.host, peer.addresses), []).append(peer)
     # An address that several hosts have (a container bridge's) leads to none of them.
     times = Counter(address for _, addresses in hosts for address in addresses)

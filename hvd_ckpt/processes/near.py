@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hvd_ckpt.utils.machine import machine_name
+
 INLINE_BYTES = 2048  # of a message that travels in its packet
 PACKET = struct.Struct("=qqq")  # tag, slot or NO_SLOT, bytes; a message of NO_SLOT follows in the same packet
 SLOTS = 32  # of each capacity and connection: each takes a file descriptor of both processes
@@ -74,8 +76,8 @@ class Listener:
     """Socket at which the others of this host reach this process.
 
     Attributes:
-        host: a value that is equal for processes that can reach each other: of one boot of a kernel, one network namespace and one
-            user. None if the system has no such sockets and memory, or hides the facts that they need.
+        host: a value that is equal for processes that can reach each other: of one machine, one network namespace and one user.
+            None if the system has no such sockets and memory, or hides the facts that they need.
         name: name of the socket.
     """
 
@@ -83,8 +85,7 @@ class Listener:
         self.host: str | None = None
         self.name = f"\0hvd_ckpt {uuid.uuid4().hex}"
         try:
-            with open("/proc/sys/kernel/random/boot_id") as boot:
-                host = f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+            host = f"{machine_name('net')} {os.geteuid()}"
             os.close(os.memfd_create("hvd_ckpt"))
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._socket.bind(self.name)

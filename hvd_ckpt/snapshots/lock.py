@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.utils.machine import machine_name, process_status
 
 LOCK_FILE = ".lock"
 TOUCH_SECONDS = 10.0
@@ -143,9 +144,8 @@ def _touch(lock: weakref.ref[FolderLock], path: Path, ended: threading.Event) ->
 def _this_process() -> dict[str, Any]:
     """What tells this process from all others of its host: containers have numbers of their own."""
     machine = socket.gethostname()
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            machine += " " + (os.readlink(source) if "ns" in source else Path(source).read_text().strip())
+    with contextlib.suppress(OSError):
+        machine = machine_name("pid")
     process = psutil.Process()
     return {
         "host": socket.gethostname(),
@@ -158,14 +158,8 @@ def _this_process() -> dict[str, Any]:
 def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
     """Whether the owner of a lock has ended."""
     if holder.get("machine") == _this_process()["machine"]:
-        try:
-            process = psutil.Process(holder["process"])
-            other = abs(process.create_time() - holder["started"]) > 1
-            return other or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        except psutil.NoSuchProcess:
-            return True
-        except (psutil.Error, KeyError, TypeError, ValueError):
-            pass
+        with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
+            return process_status(holder["process"], holder["started"]) is None
     # Its clock may be another one: what counts is whether the file is touched.
     began, first = time.monotonic(), _touched(path)
     while time.monotonic() - began < DEAD_SECONDS:

@@ -69,11 +69,6 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     memory.peak_bytes, memory.held_bytes = marks.marks[-1].peak_bytes, marks.marks[-1].bytes
 
 
-def bytes_since(before: dict[int, torch.UntypedStorage], device: str = "cpu") -> int:
-    """Bytes of :func:`memory_since`."""
-    return bytes_alive(memory_since(before, device))
-
-
 def memory_since(
     before: dict[int, torch.UntypedStorage], device: str = "cpu"
 ) -> list[tuple[StorageWeakRef, int]]:

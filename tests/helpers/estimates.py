@@ -16,7 +16,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.step import Sample, Step
-from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
+from hvd_ckpt.utils.memory import bytes_alive, memory_of_tensors, memory_since, recording_peak
 
 STEPS = 3
 
@@ -49,7 +49,7 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
 
     for _ in range(STEPS - 1):
         take()
-    held = bytes_since(before)
+    held = bytes_alive(memory_since(before))
     with recording_peak() as memory:
         take()
     return max(hc.allgather_object(held + memory.peak_bytes, name="peak"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import subprocess
 import sys
 from collections import deque
@@ -220,3 +221,18 @@ def test_an_aborted_message_that_nobody_asks_for_ends_the_process(monkeypatch: p
         while not ended:
             link.look()
         assert "part 1 (rank 1" in ended[0]
+
+
+def test_a_process_that_may_be_on_another_machine_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(1, 100))
+    monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
+    monkeypatch.setattr(Peer, "has_ended", lambda peer: True)
+    with simulated() as simulation:
+        grid = grid_of(simulation, 1, 2)
+        grid.peers = [dataclasses.replace(peer, table="") for peer in grid.peers]
+        with pretending(grid):
+            parts.add(torch.ones(8, device=DEVICE))
+        link: Any = grid.part_link
+        for _ in range(8):
+            assert link.look() is not None
+        assert not any(group.aborted for group in groups)

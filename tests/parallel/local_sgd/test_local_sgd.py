@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives.formats import WIRE_FORMATS
-from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors
+from hvd_ckpt.utils.memory import bytes_alive, memory_of_tensors, memory_since
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
@@ -426,7 +426,7 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
         optimizer.step()
     kept = pytest.approx(estimate.parameters + estimate.averages, rel=0.01)
     limit = time.monotonic() + 20  # in which Horovod's thread lets go of messages that have arrived
-    while (held := bytes_since(before)) != kept and time.monotonic() < limit:
+    while (held := bytes_alive(memory_since(before))) != kept and time.monotonic() < limit:
         time.sleep(0.05)
     assert held == kept
     optimizer.step()
