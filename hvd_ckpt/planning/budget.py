@@ -128,7 +128,8 @@ def parse_budget(budget: Given) -> Budget:
 
 
 def device_budget(share: float, device: torch.device) -> int:
-    """Bytes that a step may allocate within ``share`` of the memory, less what the process (CUDA: the device) uses already."""
+    """Bytes that a step may allocate within ``share`` of the memory, less what the process (CUDA: the device) uses already. On CPUs
+    the memory of a rank is an equal part of what the ranks of its host may use."""
     if device.type == "cuda":
         import torch
 
@@ -139,6 +140,9 @@ def device_budget(share: float, device: torch.device) -> int:
     else:
         import psutil
 
-        total = psutil.virtual_memory().total
+        from hvd_ckpt.processes.grid import current
+        from hvd_ckpt.utils.machine import machine_memory
+
+        total = machine_memory()[0] // max(current().local_size, 1)
         held = psutil.Process().memory_info().rss
     return max(int(share * total) - held, 1)

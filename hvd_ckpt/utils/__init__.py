@@ -6,7 +6,7 @@ Values from outside, and texts:
     schema, states  schemas of values, and of state dicts
     named           functions and classes of the user's own modules
     folders         folders for output
-    machine         the name and the processes of the machine
+    machine         the name, the processes and the memory of the machine
     text            names, sizes and progress
     extras          packages that are missing
     run_warnings    warnings of one line

@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
+from hvd_ckpt.utils.machine import machine_memory
 from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
 
 MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the profiler's events
@@ -223,8 +224,8 @@ def recording_marks(device: torch.device | str = "cpu", kind: type[Marks] = Mark
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a CUDA device, including the reserve of its allocator, or on the machine."""
+    """Bytes that this process can still allocate on a CUDA device, including the reserve of its allocator, or in memory."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserve
-    return int(psutil.virtual_memory().available)
+    return machine_memory()[1]
