@@ -16,7 +16,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.cli.layout import choose, layout as command
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training import trial
-from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction.computation import counted, measured
@@ -170,6 +170,13 @@ def test_a_layout_that_is_too_large_when_it_is_tried_is_not_chosen(monkeypatch: 
     assert chosen(20) == fast and asked == ["2"]
     assert chosen(10) == slow and asked[1:] == ["2", "1"]
     assert chosen(4) is None
+
+
+def test_where_no_layout_can_be_tried_the_reason_of_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = LayoutRow(TrainingLayout(2), True, 1, seconds=1.0)
+    monkeypatch.setattr(trial, "compared", lambda *given, **more: ["no such data"])
+    with pytest.raises(ConfigError, match="data parallel: no such data"):
+        choose([row], 8, lambda row: {}, 1, print)
 
 
 def test_parts_need_the_whole_weights_until_they_are_compared_with_them() -> None:

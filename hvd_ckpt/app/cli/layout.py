@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from hvd_ckpt.app.cli.command_line import BadArgument, console_for_tables, saying, table
 from hvd_ckpt.app.cli.run_command import RunCommand
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.field_types import Count, Positive, Text
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.processes.launchers import launched_size
@@ -270,6 +270,9 @@ def choose(
 
     Args:
         rows: all layouts, of which the first one fits.
+
+    Raises:
+        ConfigError: none could be tried; raised on every rank.
     """
     from hvd_ckpt.app.training.trial import NOT_TRIED, Trial, compared
 
@@ -295,6 +298,9 @@ def choose(
             return near[min(within, key=within.__getitem__)], tried
         if NOT_TRIED in found:  # Ctrl-C has ended the trials
             return near[found.index(NOT_TRIED)], tried
+    if not any(isinstance(each, Trial) for _, each in tried):
+        row, reason = tried[0]
+        raise ConfigError(f"{row.layout}: {reason}")
     return None, tried
 
 

@@ -27,7 +27,19 @@ ROUNDS = 4  # of trials in turn at most
 LEAST = 3  # settings that are tried in each of them
 SECONDS = 45.0  # of all trials, after which no further round begins
 NOT_TRIED = "it was not tried"
-OTHERS = ("epochs", "eval_every", "patience", "snapshot_every")  # settings of what is not in a step
+OUT_OF_MEMORY = "out of memory"
+OTHERS = (  # settings of what is not in a step
+    "callback",
+    "dry_run",
+    "epochs",
+    "eval_every",
+    "patience",
+    "profile",
+    "resume",
+    "snapshot_every",
+    "tensorboard",
+    "warmup",
+)
 
 
 class Trial(NamedTuple):
