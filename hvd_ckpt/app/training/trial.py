@@ -49,6 +49,14 @@ class Trial(NamedTuple):
     peak: int
 
 
+class _Steps(Trainer):
+    """A run of steps alone: no log, no evaluation, and no snapshot, for which all hosts would need one folder."""
+
+    def _do_what_is_due(self) -> None:
+        if self.progress.step == self.steps:
+            self.reports.handle_waiting()
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
     """A folder of the first process, on all processes. Collective."""
@@ -84,7 +92,7 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
             stack.enter_context(redirected(io.StringIO()))
         kind = device_of(config).type
         before = memory_of_tensors(kind)
-        trainer = Trainer(config, *assemble_in_turn(config))
+        trainer = _Steps(config, *assemble_in_turn(config))
         built = memory_since(before, kind)
         held = bytes_alive(built)
         with contextlib.ExitStack() as recording:
