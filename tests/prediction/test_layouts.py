@@ -15,7 +15,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.layout import choose, layout as command
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.app.training import trial
+from hvd_ckpt.app.training import ending, trial
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.planning.step import Sample
@@ -24,6 +24,7 @@ from hvd_ckpt.prediction.layouts import Job
 from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
+from hvd_ckpt.processes import watchdog
 
 SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
 MIB = 1 << 20
@@ -292,3 +293,19 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch) -> None:
         .splitlines()[-1]
         .startswith("Error: --ranks 2: a layout cannot be predicted, since")
     )
+
+
+def test_a_layout_ends_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[float | None] = []
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ending, "exit_now", sys.exit)
+    monkeypatch.setattr(watchdog, "watch", watched.append)
+    monkeypatch.setattr(watchdog, "end_with_parent", lambda: watched.append(None))
+    monkeypatch.setattr("hvd_ckpt.app.cli.layout.job_of", interrupted)
+    given = ["--model", "gpt-tiny", "--batch", "2", "--memory", "1GiB", "--stall-timeout", "77"]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 130 and result.output == "interrupted\n"
+    assert watched == [None, 77.0]

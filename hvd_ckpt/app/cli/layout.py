@@ -101,21 +101,30 @@ class Settings(Strict):
 
 
 def _layout(config: Config, asked: Settings) -> None:
+    from hvd_ckpt.app.training.ending import exit_handler
+    from hvd_ckpt.processes import watchdog
+
     if asked.batch is None and click.get_current_context().params["file"] is None:
         raise BadArgument("--batch is missing: give it, or a FILE with settings of `hvd-ckpt train`")
     ranks = asked.ranks or launched_size()
     batch = asked.batch or config.global_batch(ranks // config.pipeline.stages // config.tensor)
-    with saying("layout") as say:
-        job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)
-        say("comparing layouts")
-        rows = job.rows()
-        changing = dataclasses.replace(job, inexact=True).rows() if asked.inexact else []
-        best = rows[0] if rows else None
-        tried: list[tuple[LayoutRow, Trial | str]] = []
-        if job.rank is not None and asked.trials != 0 and best is not None and best.fits:
-            best, tried = choose(
-                rows, asked.trials or TRIED, lambda row: settings_for(config, row, job), job.memory, say
-            )
+    changing: list[LayoutRow] = []
+    tried: list[tuple[LayoutRow, Trial | str]] = []
+    with exit_handler():
+        # A launcher that is killed leaves its ranks behind.
+        watchdog.end_with_parent()
+        watchdog.watch(config.stall_timeout)
+        with saying("layout") as say:
+            job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)
+            say("comparing layouts")
+            rows = job.rows()
+            if asked.inexact:
+                changing = dataclasses.replace(job, inexact=True).rows()
+            best = rows[0] if rows else None
+            if job.rank is not None and asked.trials != 0 and best is not None and best.fits:
+                best, tried = choose(
+                    rows, asked.trials or TRIED, lambda row: settings_for(config, row, job), job.memory, say
+                )
     if job.rank:
         return
     if not rows:
@@ -171,7 +180,7 @@ def job_of(
         try:
             children_of(model)
         except ValueError as error:
-            raise BadArgument(
+            raise ConfigError(
                 f"--ranks {cluster.ranks}: a layout cannot be predicted, since {error}; leave --ranks out, to measure one"
             ) from None
     job = Job(

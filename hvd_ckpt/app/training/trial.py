@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
+import torch
 
 from hvd_ckpt.app.training.build import assemble_in_turn
 from hvd_ckpt.app.training.config import Config
@@ -73,6 +74,7 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
 
     Raises:
         ConfigError: the settings do not fit; raised on every rank.
+        KeyboardInterrupt: a signal has stopped it; raised on every rank.
     """
     stages, tensor = settings.get("pipeline", 1), settings.get("tensor", 1)
     if hvd.is_initialized() and (current().stages, current().tensor) != (stages, tensor):
@@ -103,7 +105,8 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
                     recording.close()
                 ends.append(time.perf_counter())
 
-            trainer.run(after_step)
+            if trainer.run(after_step).stopped:
+                raise KeyboardInterrupt
         # On a CPU, what was freed, such as the whole weights of a model in parts, does not lower what is recorded.
         held = bytes_alive(built) if kind == "cpu" else held
     seconds = statistics.median(end - begin for begin, end in pairwise(ends[RECORDED - 1 :]))
@@ -121,8 +124,8 @@ def compared(
     """Trials of several settings in turn: of each the least seconds and the highest peak, or why it does not run. Collective.
 
     A peak is that of tensors and ``unrecorded`` bytes beside them. Other work on a machine makes a step slower, never faster. After
-    each round, the faster half of those that stay within ``memory`` is tried again. Ctrl-C ends the trials, and those that have
-    ended count.
+    each round, the faster half of those that stay within ``memory`` is tried again. Ctrl-C or SIGTERM ends the trials, and
+    those that have ended count.
     """
     found: dict[int, Trial] = {}
     refused: dict[int, str] = {}
@@ -136,6 +139,13 @@ def compared(
                     seconds, peak = trial(candidates[number], steps, plans)
                 except ValueError as error:
                     refused[number] = str(error)
+                    continue
+                except (torch.OutOfMemoryError, hvd.HorovodInternalError):
+                    # A rank may be alone with it. Where Horovod ends on one, the others wait for it no longer.
+                    if current().size > 1:
+                        hvd.shutdown()
+                        runtime.init()
+                    refused[number] = OUT_OF_MEMORY
                     continue
                 before = found.get(number, Trial(seconds, 0))
                 peak += unrecorded[number]
