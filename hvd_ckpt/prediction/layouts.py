@@ -192,7 +192,8 @@ class Job:
 
     def layouts(self) -> Iterator[TrainingLayout]:
         """Layouts that divide ranks and batch. Parts of a layer stay within a host."""
-        near = [number for number in _divisors(self.ranks) if number <= self.network.local]
+        host = min(self.network.local, self.ranks)
+        near = [number for number in _divisors(self.ranks) if host % number == 0]
         for tensor in near:
             for stages in _divisors(self.ranks // tensor):
                 replicas = self.ranks // tensor // stages

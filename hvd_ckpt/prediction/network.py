@@ -71,7 +71,9 @@ class Network:
         if ranks == 1:
             return Cost(0.0)
         steps, part = rounds * (ranks - 1), nbytes / ranks
-        return Cost(steps * self._hop(part, ranks > self.local), steps * part, steps)
+        # Groups of neighbours lie within hosts only if they divide them.
+        across = ranks > self.local or self.local % ranks > 0
+        return Cost(steps * self._hop(part, across), steps * part, steps)
 
     def doubling(self, nbytes: float, ranks: int) -> Cost:
         """An allreduce of all bytes with the ranks at distance 1, 2, 4, ..., beyond a host with all its ranks at a time."""

@@ -13,6 +13,7 @@ out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -74,6 +75,8 @@ class StepTime:
     """
 
     def __init__(self, network: Network, layout: TrainingLayout, cycles: bool = True) -> None:
+        # A host has no more ranks than there are.
+        network = dataclasses.replace(network, local=min(network.local, layout.ranks))
         self._ranks, self._layout = layout.replicas, layout
         self._network, self._links = network.every(layout.tensor), network
         self.now = self.computing = self.communicating = self.sent = self.messages = self.bubble = 0.0

@@ -100,6 +100,9 @@ def test_slow_links_between_hosts_are_the_limit_and_stages_send_less_over_them()
 
 def test_parts_of_layers_stay_within_a_host() -> None:
     assert {row.layout.tensor for row in job(4000, network=Network(local=2)).rows()} == {1, 2}
+    for ranks, local in ((12, 6), (6, 8)):
+        layouts = job(4000, ranks, ranks, Network(local=local)).layouts()
+        assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}
 
 
 def test_layouts_that_change_results_are_asked_for() -> None:

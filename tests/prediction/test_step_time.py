@@ -40,6 +40,10 @@ def test_a_ring_passes_each_link_once() -> None:
     slow = dataclasses.replace(BARE, latency=0.5, message=0.25)
     assert slow.ring(4e6, 4).seconds == pytest.approx(3 * (1.0 + 0.5 + 0.25))
     assert BARE.ring(4e6, 1) == (0.0, 0.0, 0.0)
+    # Of groups of three on hosts of four, some are on two hosts.
+    four = dataclasses.replace(BARE, local=4)
+    assert four.ring(3e6, 3).seconds == pytest.approx(2.0) and four.ring(2e6, 2).seconds == pytest.approx(0.1)
+    assert StepTime(four, TrainingLayout(3))._network.ring(3e6, 3).seconds == pytest.approx(0.2)  # one host
 
 
 def test_an_alltoall_loads_a_link_as_often_as_a_host_has_ranks() -> None:
