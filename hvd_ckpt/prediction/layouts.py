@@ -283,7 +283,8 @@ class Job:
             [getattr(stage, name) for stage in pipeline.parts]
             for name in ("forward_seconds", "backward_seconds")
         )
-        passes = Passes(0, forward, backward, 0.0)
+        again = max(sum(forward) + sum(backward) - computation.kept.seconds, 0.0)
+        passes = Passes(0, forward, backward, again / layout.stages)
         return self._timed(
             layout, computation, max(pipeline.memory) + beside, slots, budget, passes, pipeline
         )

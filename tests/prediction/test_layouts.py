@@ -17,6 +17,7 @@ from hvd_ckpt.app.cli.layout import choose, layout as command
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training import ending, trial
 from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.plans import _param_scale
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction.computation import counted, measured
@@ -78,6 +79,23 @@ def test_less_memory_is_never_faster_and_recomputes_more() -> None:
     assert plain[0].fits and plain[1].fits
     assert plain[0].recomputing == 0 < plain[1].recomputing
     assert plain[0].budget is None and plain[1].budget is not None
+
+
+def test_stages_recompute_where_memory_is_short() -> None:
+    much, little = (
+        {row.layout: row.recomputing for row in fitting(job(memory).rows()) if row.layout.stages > 1}
+        for memory in (4000, 100)
+    )
+    assert not any(much.values()) and any(0.05 < share < 0.5 for share in little.values())
+
+
+def test_what_is_offloaded_takes_no_memory_of_a_stage() -> None:
+    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 4).parameters())
+    scales = [
+        _param_scale(optimizer, Config("gpt-tiny", shard=shard, ema=0.9))
+        for shard in ("parameters", "parameters,offload=optimizer", "parameters,offload=parameters")
+    ]
+    assert scales == [5.0, 3.0, 1.0]
 
 
 def test_where_nothing_fits_the_first_needs_least() -> None:

@@ -125,11 +125,14 @@ def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
     kept = sum(
         isinstance(entry, torch.Tensor) and entry.shape == parameter.shape for entry in entries.values()
     )
-    # Optimizer state with average, gradients and parameters, and whether they are split over the ranks.
+    # Optimizer state with average, gradients and parameters, and whether they are split over the ranks. What is offloaded (the
+    # state, or all but the average) takes no memory.
+    offload = config.shard.offload
+    kept, rest = kept * (offload is None), int(offload != "parameters")
     parts = (
         (kept + (config.ema is not None), config.shard.stage > 0),
-        (1, config.shard.stage > 1),
-        (1, config.shard.stage > 2),
+        (rest, config.shard.stage > 1),
+        (rest, config.shard.stage > 2),
     )
     return sum(part / current().replicas if split else float(part) for part, split in parts)
 
