@@ -100,11 +100,9 @@ class Job:
     _computations: dict[_Key, Computation] = field(default_factory=dict)
 
     def measured(self) -> Job:
-        """The job with the ranks, links and computation of this one, which are measured. Collective."""
-        self.say("measuring links")
+        """The job with the ranks of this one, and what they share, which is measured. Collective."""
         return dataclasses.replace(
             self,
-            network=links.measure(),
             sharing=links.sharing(),
             update=Update.measure(self.optimizer, next(self.model.parameters()).device),
             ranks=hvd.size(),
@@ -396,7 +394,7 @@ def layouts(
         batch,
         int(limit.value),
         ranks or 1,
-        network or Network(),
+        links.measure() if ranks is None else network or Network(),
         sample,
         optimizer,
         precision,

@@ -20,12 +20,13 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.plans import _param_scale
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.planning.step import Sample
+from hvd_ckpt.prediction import links
 from hvd_ckpt.prediction.computation import counted, measured
 from hvd_ckpt.prediction.layouts import Job
 from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
-from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes import runtime, watchdog
 
 SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
 MIB = 1 << 20
@@ -330,3 +331,19 @@ def test_a_layout_ends_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 130 and result.output == "interrupted\n"
     assert watched == [None, 77.0]
+
+
+def test_links_are_measured_before_anything_starts_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def build(*arguments: object) -> None:
+        called.append("model")
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(links, "measure", lambda: called.append("links"))
+    monkeypatch.setattr(runtime, "init", lambda: called.append("init"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("hvd_ckpt.app.cli.first_step.first_step", build)
+    result = CliRunner().invoke(command, ["--model", "gpt-tiny", "--batch", "2", "--memory", "1GiB"])
+    assert (result.exit_code, called) == (2, ["links", "model"])
+    assert result.output.splitlines()[-1] == "Error: no such model"

@@ -166,16 +166,20 @@ def job_of(
     import torch
 
     from hvd_ckpt.app.cli.first_step import first_step
+    from hvd_ckpt.app.training.ending import errors_everywhere
     from hvd_ckpt.app.training.model import device_of
     from hvd_ckpt.planning.blocks import children_of
+    from hvd_ckpt.prediction import links
     from hvd_ckpt.prediction.layouts import TFLOPS, Job
-    from hvd_ckpt.prediction.network import Network
-    from hvd_ckpt.processes import runtime
 
-    if not cluster and torch.cuda.device_count() > 1:
-        runtime.init()  # by its number among the ranks of its host, a rank chooses its own GPU
+    if cluster:
+        network = cluster.network()
+    else:
+        say("measuring links")
+        network = links.measure()  # first of all: it starts Horovod, by which a rank knows its GPU
     say("building the model")
-    model, sample = first_step(config, torch.device("meta") if cluster else device_of(config))
+    with errors_everywhere("hvd_ckpt.layout.model"):
+        model, sample = first_step(config, torch.device("meta") if cluster else device_of(config))
     if cluster:
         try:
             children_of(model)
@@ -188,7 +192,7 @@ def job_of(
         batch,
         memory,
         (cluster and cluster.ranks) or 1,
-        cluster.network() if cluster else Network(),
+        network,
         sample,
         config.optimizer,
         config.precision,
