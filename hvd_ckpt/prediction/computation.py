@@ -30,6 +30,7 @@ from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.utils.measure import silent
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, flash_attention, identity_of
 
 NOTABLE = 0.03  # of a step: what measurements of blocks can tell apart
@@ -192,7 +193,7 @@ def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:
 
         counter = FlopCounterMode(display=False)
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with _FlashAttention(), counter, saving:
+        with _FlashAttention(), counter, saving, silent():
             values = child(*arguments, **sample.kwargs)
         outputs = {identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in tensors_in(values)}
         chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))

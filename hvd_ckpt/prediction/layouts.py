@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes, of_first_process
@@ -70,7 +71,9 @@ class Job:
         ranks: of the job.
         network: what connects them.
         sample: makes a batch of so many samples, where the model is.
-        optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`.
+        optimizer: makes that of a model, or gives its name, as for :func:`hvd_ckpt.estimate_memory`.
+        precision: as there.
+        averaged: whether there is an average of the weights.
         tflops: operations of a rank in TFLOP/s, where nothing is measured.
         update: seconds of the optimizer's step.
         sharing: what the ranks of a host share.
@@ -87,8 +90,9 @@ class Job:
     ranks: int
     network: Network
     sample: Callable[[int], Sample]
-    optimizer: str = "adamw"
+    optimizer: Callable[[nn.Module], str | torch.optim.Optimizer] = lambda model: "adamw"
     precision: str = "fp32"
+    averaged: bool = False
     tflops: float = TFLOPS
     update: Update = UPDATE
     sharing: Sharing = NOTHING_SHARED
@@ -104,7 +108,7 @@ class Job:
         return dataclasses.replace(
             self,
             sharing=links.sharing(),
-            update=Update.measure(self.optimizer, next(self.model.parameters()).device),
+            update=Update.measure(self.optimizer(self.model), self.model),
             ranks=hvd.size(),
             rank=hvd.rank(),
         )
@@ -175,7 +179,10 @@ class Job:
         """The model, or the first of so many parts of each of its layers, with estimates of its memory."""
         if tensor not in self._parts:
             with as_part(self.model, tensor) as part:
-                self._parts[tensor] = part, Estimator(part, self.optimizer, self.precision)
+                self._parts[tensor] = (
+                    part,
+                    Estimator(part, self.optimizer(part), self.precision, averaged=self.averaged),
+                )
         return self._parts[tensor]
 
     def _sorted(self) -> list[LayoutRow]:
@@ -270,7 +277,9 @@ class Job:
         states: MemoryEstimate,
         slots: int,
     ) -> LayoutRow:
-        scale = states.model_state / nbytes_of(part)
+        trained = sum(parameter.nbytes for parameter in part.parameters() if parameter.requires_grad)
+        frozen = (nbytes_of(part) - trained) / (layout.replicas if layout.shard == "parameters" else 1)
+        scale = (states.model_state + states.averages - frozen) / trained
         staged = StageLayout(layout.stages, layout.micro_batches, param_scale=scale)
         beside = states.buckets // layout.stages + slots
         budget = self.memory - beside
@@ -396,9 +405,9 @@ def layouts(
         ranks or 1,
         links.measure() if ranks is None else network or Network(),
         sample,
-        optimizer,
+        lambda model: optimizer,
         precision,
-        tflops,
+        tflops=tflops,
         inexact=inexact,
     )
     return (given.measured() if ranks is None else given).rows()

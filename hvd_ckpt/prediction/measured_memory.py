@@ -93,20 +93,12 @@ class OptimizerMemory(NamedTuple):
         Raises:
             ValueError: it does not step on a vector, or its state has other shapes than its parameters.
         """
-        kind: Any = class_of(optimizer)
-        options = {
-            name: value
-            for name, value in optimizer.param_groups[0].items()
-            if name not in ("params", "param_names")
-        }
         parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype, device=device)) for _ in range(2)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        arguments = inspect.signature(kind).parameters
         reason = None
         try:
-            own = {name: value for name, value in options.items() if name in arguments}
-            made = kind([{**options, "params": parameters}], **own)
+            made = _like(optimizer, parameters)
             # The first step makes the state, and is not measured.
             made.step()
             with recording_marks(device) as marks:
@@ -120,14 +112,29 @@ class OptimizerMemory(NamedTuple):
             reason = f"it does not step on a vector ({' '.join(str(error).split())})"
         if reason:
             raise ValueError(
-                f"the memory of optimizer {kind.__name__} cannot be estimated, since {reason}; take one such as AdamW"
+                f"the memory of optimizer {class_of(optimizer).__name__} cannot be estimated, since {reason}; take one "
+                "such as AdamW"
             )
         start, end = marks.marks
         kept = sum(value.untyped_storage().nbytes() for value in state if value.numel() == _NUMEL)
-        foreach = options.get("foreach")
+        foreach = optimizer.param_groups[0].get("foreach")
         at_once = device.type == "cuda" if foreach is None else bool(foreach)
         stepped = len(parameters) * _NUMEL if at_once else _NUMEL
         return cls(kept / _NUMEL, max(end.peak_bytes - start.bytes, 0) / stepped, at_once)
+
+
+def _like(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One of the same class for other parameters, with the options of its first group."""
+    kind: Any = class_of(optimizer)
+    options = {
+        name: value
+        for name, value in optimizer.param_groups[0].items()
+        if name not in ("params", "param_names")
+    }
+    arguments = inspect.signature(kind).parameters
+    own = {name: value for name, value in options.items() if name in arguments}
+    made: torch.optim.Optimizer = kind([{**options, "params": parameters}], **own)
+    return made
 
 
 def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer:
@@ -181,15 +188,15 @@ class Update(NamedTuple):
     element: float
 
     @classmethod
-    def measure(cls, optimizer: str, device: torch.device) -> Update:
-        """Measures steps of the optimizer of that name, on a large parameter and on many small ones of float32."""
-        kind: Any = type(make_optimizer(optimizer, nn.Linear(1, 1)))
+    def measure(cls, optimizer: object, model: nn.Module) -> Update:
+        """Measures steps of an optimizer as of :func:`make_optimizer`, on a large parameter and on many small ones of float32."""
+        own, device = make_optimizer(optimizer, model), next(model.parameters()).device
 
         def seconds(count: int, numel: int) -> float:
             parameters = [nn.Parameter(torch.zeros(numel, device=device)) for _ in range(count)]
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            made, times = kind(parameters), []
+            made, times = _like(own, parameters), []
             for _ in range(5):
                 start = now(device)
                 made.step()

@@ -156,6 +156,9 @@ class Estimator:
 
     Takes arguments of :func:`estimate_memory`.
 
+    Args:
+        averaged: there is an average of the weights (:class:`hvd_ckpt.AveragedWeights`).
+
     Attributes:
         parameters: by name, on the meta device.
         place: where the optimizer is tried out.
@@ -177,13 +180,14 @@ class Estimator:
         bucket_cap_mb: float = 25.0,
         units: Sequence[Any] | None = None,
         device: torch.device | str | None = None,
+        averaged: bool = False,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
         _check_model(model, sample)
-        self._optimizer = make_optimizer(optimizer, model)
+        self._optimizer, self._averaged = make_optimizer(optimizer, model), averaged
         self._measured: dict[torch.dtype, OptimizerMemory] = {}
         self._cap_bytes = bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
@@ -309,6 +313,11 @@ class Estimator:
                 if group.requires_grad
             ),
             "master_weights": sum(4 * group.shard_numel for group in groups if stage and group.dtype in HALF),
+            "averages": sum(
+                sum_dtype(group.dtype).itemsize * (group.shard_numel if stage else group.numel)
+                for group in groups
+                if self._averaged and group.requires_grad
+            ),
         }
         elsewhere = ["optimizer_state"] if offload else []
         if offload == "parameters":

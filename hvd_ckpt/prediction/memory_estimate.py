@@ -63,7 +63,7 @@ class MemoryEstimate:
         recorded_peak: peak without the memory that Horovod's own threads allocate (the results of gathers and
             alltoalls until they are copied). :func:`hvd_ckpt.utils.memory.recording_peak` measures this peak on a CPU.
         averages: state of local SGD between averages: the anchor, the exact values and outer optimizer's state of this rank's
-            part, and rounding errors of a lossy wire.
+            part, and rounding errors of a lossy wire; or an average of the weights.
     """
 
     ranks: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +15,18 @@ from click.testing import CliRunner
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.layout import choose, layout as command
+from hvd_ckpt.app.cli.first_step import first_step
+from hvd_ckpt.app.cli.layout import Settings, choose, job_of, layout as command
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training import ending, trial
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.plans import _param_scale
+from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction import links
 from hvd_ckpt.prediction.computation import counted, measured
-from hvd_ckpt.prediction.layouts import Job
+from hvd_ckpt.prediction.layouts import Job, nbytes_of
 from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
@@ -231,6 +235,49 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
     assert [row.layout for row in rows] == [row.layout for row in job(400).rows()]
     with pytest.raises(ValueError, match="memory must be bytes"):
         hc.layouts(model, make_sample, batch=64, memory="80%", ranks=8)
+
+
+def rows_of(**settings: Any) -> dict[str, LayoutRow]:
+    config = Config("gpt-tiny", sequence_length=32, **settings)
+    cluster = Settings(memory="1GiB", ranks=4, local=2)
+    return {str(row.layout): row for row in job_of(config, 32, 1 << 30, cluster, print).rows()}
+
+
+def test_all_that_changes_the_memory_of_a_step_counts() -> None:
+    weights = nbytes_of(first_step(Config("gpt-tiny", sequence_length=32), torch.device("meta"))[0])
+    plain = rows_of(optimizer="sgd")
+    momentum = rows_of(optimizer="sgd", optimizer_options={"momentum": 0.9})
+    average = rows_of(optimizer="sgd", ema=0.9)
+    frozen = rows_of(optimizer="sgd", freeze="*.weight")
+    for more in (momentum, average):
+        assert more["data parallel"].peak - plain["data parallel"].peak == pytest.approx(weights, rel=0.1)
+        difference = more["2 stages, 2 micro-batches"].peak - plain["2 stages, 2 micro-batches"].peak
+        assert weights * 0.4 < difference < weights * 0.7
+    assert frozen["data parallel"].peak < plain["data parallel"].peak
+
+
+NORMS = """
+import torch
+
+def make(batch=8):
+    layers = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    return torch.nn.Sequential(*layers), (torch.randn(batch, 8),), lambda output: output.mean()
+"""
+
+
+def test_frozen_parameters_and_batch_norms_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_norms.py").write_text(NORMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config("own_norms:make", freeze="0.*", batch_norm="synchronized")
+    model, _ = first_step(config, torch.device("cpu"))
+    assert isinstance(model[1], SyncBatchNorm)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False] * 2 + [True] * 4
+    given = ["--model", "own_norms:make", "--batch", "16", "--memory", "64MiB", "--ranks", "2"]
+    given += ["--freeze", "0.*", "--batch-norm", "synchronized"]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 0, result.output
 
 
 def test_the_command_writes_settings_of_the_best(tmp_path) -> None:

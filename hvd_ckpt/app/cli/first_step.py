@@ -10,6 +10,8 @@ from torch import nn
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
+from hvd_ckpt.app.training.model import convert_batch_norms
+from hvd_ckpt.app.training.optim import freeze
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.utils.named import import_named, is_named
@@ -25,10 +27,18 @@ def first_step(config: Config, device: torch.device) -> tuple[nn.Module, Callabl
         device: on ``meta``, no memory is taken.
 
     Raises:
-        ConfigError: as of :func:`assemble`, or the function returns something else.
+        ConfigError: as of :func:`assemble`, or the function returns something else, or ``freeze`` or
+            ``batch_norm`` do not fit the model.
     """
-    if is_named(config.model) and config.data is None:
-        return _returned(config, device)
+    named = is_named(config.model) and config.data is None
+    model, sample = (_returned if named else _assembled)(config, device)
+    with config_errors():
+        if config.freeze is not None:
+            freeze(model, config.freeze)
+        return convert_batch_norms(model, config), sample
+
+
+def _assembled(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
     parts = assemble(config, device)
 
     def sample(count: int) -> Sample:

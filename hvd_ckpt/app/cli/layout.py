@@ -6,6 +6,7 @@ The exit status is 0 if a layout fits. It is 2 for an invalid argument, and if n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -168,6 +169,7 @@ def job_of(
     from hvd_ckpt.app.cli.first_step import first_step
     from hvd_ckpt.app.training.ending import errors_everywhere
     from hvd_ckpt.app.training.model import device_of
+    from hvd_ckpt.app.training.optim import optimizer_of
     from hvd_ckpt.planning.blocks import children_of
     from hvd_ckpt.prediction import links
     from hvd_ckpt.prediction.layouts import TFLOPS, Job
@@ -194,8 +196,9 @@ def job_of(
         (cluster and cluster.ranks) or 1,
         network,
         sample,
-        config.optimizer,
+        functools.partial(optimizer_of, config),
         config.precision,
+        config.ema is not None,
         cluster.tflops if cluster else TFLOPS,
         say=say,
     )

@@ -97,15 +97,12 @@ def _loaded(config: Config, model: nn.Module, sample: Sample) -> Plan:
 
 
 def _made(config: Config, model: nn.Module, sample: Sample) -> Plan:
-    from hvd_ckpt.app.training.optim import build_optimizer
+    from hvd_ckpt.app.training.optim import optimizer_of
     from hvd_ckpt.app.training.plans import plan_for
     from hvd_ckpt.planning.budget import BudgetError
 
     try:
-        optimizer = build_optimizer(
-            config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
-        )
-        return plan_for(config, model, sample, optimizer)
+        return plan_for(config, model, sample, optimizer_of(config, model))
     except BudgetError:
         raise
     except ValueError as error:

@@ -67,11 +67,7 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
     if not config.in_stages:
         model = model.to(device)
-    if config.batch_norm != "local":
-        if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
-            raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
-        converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
-        model = converter.convert(model)
+    model = convert_batch_norms(model, config)
     # After the conversion, so that only batch norms that stay as they are count.
     warn_of_unsynchronized(model)
     segments = config.segments
@@ -86,6 +82,22 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
         model.use_reentrant = segments.reentrant
         return seed_blocks(model)
     return seed_blocks(CheckpointSequential(model, segments.number, segments.reentrant))
+
+
+def convert_batch_norms(model: nn.Module, config: Config) -> nn.Module:
+    """The model with the configured kind of batch norm.
+
+    Raises:
+        ConfigError: it has no batch norm.
+    """
+    if config.batch_norm == "local":
+        return model
+    if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
+        kind = type(model).__name__
+        raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
+    converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
+    converted: nn.Module = converter.convert(model)
+    return converted
 
 
 def _check_grid(model: nn.Module, config: Config) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.utils.elementwise import optimizer_classes
 from hvd_ckpt.utils.text import SCHEDULES, unknown
@@ -87,6 +88,18 @@ def build_optimizer(
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
     return optimizer
+
+
+def optimizer_of(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that a run is configured with, as :func:`build_optimizer`."""
+    return build_optimizer(
+        config.optimizer,
+        model,
+        config.lr,
+        config.weight_decay,
+        options=config.optimizer_options,
+        layer_decay=config.layer_decay,
+    )
 
 
 def freeze(model: nn.Module, patterns: str) -> None:

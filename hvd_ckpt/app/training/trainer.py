@@ -26,7 +26,7 @@ from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
 from hvd_ckpt.app.training.modes import Parts, mode_of
-from hvd_ckpt.app.training.optim import Schedule, averaged, build_optimizer, freeze
+from hvd_ckpt.app.training.optim import Schedule, averaged, freeze, optimizer_of
 from hvd_ckpt.app.training.plans import choose_plan, planned_peak
 from hvd_ckpt.app.training.profiling import StepTrace
 from hvd_ckpt.app.training.report import ProgressLines, Report
@@ -152,14 +152,7 @@ class Trainer:
             if config.freeze is not None:
                 freeze(self.model, config.freeze)
             self.model = prepare_model(self.model, config, self.device)
-            self.optimizer = build_optimizer(
-                config.optimizer,
-                self.model,
-                config.lr,
-                config.weight_decay,
-                options=config.optimizer_options,
-                layer_decay=config.layer_decay,
-            )
+            self.optimizer = optimizer_of(config, self.model)
             check_functions(config, Assembly(self.model, self.objective, self.train, self.test))
         # Parts compare their models, so that this communicates.
         if config.tensor > 1:
