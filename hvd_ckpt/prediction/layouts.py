@@ -75,6 +75,7 @@ class Job:
         precision: as there.
         averaged: whether there is an average of the weights.
         tflops: operations of a rank in TFLOP/s, where nothing is measured.
+        replicas: logical replicas of the job, of which each rank computes its share one after the other.
         update: seconds of the optimizer's step.
         sharing: what the ranks of a host share.
         rank: this process's in a job that is measured, of which the first answers; None where nothing is measured, and
@@ -94,6 +95,7 @@ class Job:
     precision: str = "fp32"
     averaged: bool = False
     tflops: float = TFLOPS
+    replicas: int | None = None
     update: Update = UPDATE
     sharing: Sharing = NOTHING_SHARED
     rank: int | None = None
@@ -202,7 +204,9 @@ class Job:
         for tensor in near:
             for stages in _divisors(self.ranks // tensor):
                 replicas = self.ranks // tensor // stages
-                for count in sorted({stages} | {stages * tensor * share for share in SHARES}):
+                logical = max((self.replicas or replicas) // replicas, 1)
+                for number in sorted({stages} | {stages * tensor * share for share in SHARES}):
+                    count = number * logical
                     if self.batch % (replicas * count):
                         continue
                     # A gradient that stages share is whole on each of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.first_step import first_step
-from hvd_ckpt.app.cli.layout import Settings, choose, job_of, layout as command
+from hvd_ckpt.app.cli.layout import Settings, allowed, choose, job_of, layout as command, settings_for
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training import ending, trial
 from hvd_ckpt.app.training.config import Config, ConfigError
@@ -313,6 +314,36 @@ def test_a_plan_within_the_memory_keeps_results(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     budget = Config.make(yaml.safe_load(file.read_text())).budget
     assert budget is not None and not budget.chunk_head
+
+
+@pytest.mark.parametrize(
+    ("settings", "gone"),
+    [
+        ({"replicas": 8}, "stages|parts|parameters"),
+        ({"compression": "fp16"}, "gradients|parameters"),
+        ({"local": 4}, "stages|parts|shard"),
+        ({"checkpoint": "never"}, "stages"),
+    ],
+)
+def test_what_settings_do_not_allow_is_left_out(settings: dict[str, Any], gone: str) -> None:
+    config = Config("gpt-tiny", sequence_length=32, **settings)
+    cluster = Settings(memory="1GiB", ranks=4, local=2)
+    found = job_of(config, 32, 1 << 30, cluster, print)
+    rows = allowed(config, found, found.rows())
+    left = [row for row in found.rows() if row not in rows]
+    assert rows and left and all(re.search(gone, str(row.layout)) for row in left)
+    assert not any(re.search(gone, str(row.layout)) for row in rows)
+    for row in rows:
+        made = Config.make(settings_for(config, row, found))
+        assert made.global_batch(row.layout.replicas) == 32
+        assert made.micro_batch == row.layout.samples(32)
+
+
+def test_settings_that_no_layout_allows_are_an_error() -> None:
+    config = Config("gpt-tiny", sequence_length=32, local=4)
+    found = job_of(config, 2, 1 << 30, Settings(memory="1GiB", ranks=4, local=2), print)
+    with pytest.raises(ConfigError, match="local 4 cannot be used with tensor"):
+        allowed(config, found, found.rows())
 
 
 def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path) -> None:

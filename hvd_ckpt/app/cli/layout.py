@@ -118,7 +118,7 @@ def _layout(config: Config, asked: Settings) -> None:
         with saying("layout") as say:
             job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)
             say("comparing layouts")
-            rows = job.rows()
+            rows = allowed(config, job, job.rows())
             if asked.inexact:
                 changing = dataclasses.replace(job, inexact=True).rows()
             best = rows[0] if rows else None
@@ -200,9 +200,29 @@ def job_of(
         config.precision,
         config.ema is not None,
         cluster.tflops if cluster else TFLOPS,
+        replicas=config.replicas,
         say=say,
     )
     return job if cluster else job.measured()
+
+
+def allowed(config: Config, job: Job, rows: Sequence[LayoutRow]) -> list[LayoutRow]:
+    """The rows whose settings can be used together.
+
+    Raises:
+        ConfigError: none can.
+    """
+    found: list[LayoutRow] = []
+    refused: list[ConfigError] = []
+    for row in rows:
+        try:
+            Config.make(settings_for(config, row, job))
+            found.append(row)
+        except ConfigError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    return found
 
 
 def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
@@ -231,10 +251,11 @@ def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
 def settings_for(config: Config, row: LayoutRow, job: Job) -> dict[str, Any]:
     """A layout of a run as settings of ``hvd-ckpt train``."""
     layout = row.layout
+    parts = config.parts_of_batch(layout.replicas)
     given = config.model_dump(exclude_defaults=True)
     usual = {"accumulate": 1, "shard": "none", "pipeline": 1, "tensor": 1, "budget": None}
     chosen = {
-        "accumulate": layout.micro_batches,
+        "accumulate": layout.micro_batches * layout.replicas // parts,
         "shard": layout.shard if layout.offload is None else f"{layout.shard},offload={layout.offload}",
         "pipeline": layout.stages,
         "tensor": layout.tensor,
@@ -243,7 +264,7 @@ def settings_for(config: Config, row: LayoutRow, job: Job) -> dict[str, Any]:
     }
     return {
         **{name: value for name, value in given.items() if name not in CHOSEN},
-        "batch": job.batch // layout.replicas,
+        "batch": job.batch // parts,
         **{name: value for name, value in chosen.items() if value != usual[name]},
     }
 
