@@ -38,13 +38,14 @@ from hvd_ckpt.prediction.computation import (
     measured,
 )
 from hvd_ckpt.prediction.links import NOTHING_SHARED, Sharing
-from hvd_ckpt.prediction.measured_memory import Update
+from hvd_ckpt.prediction.measured_memory import Update, make_optimizer
 from hvd_ckpt.prediction.memory import Estimator
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 from hvd_ckpt.processes import parts, watchdog
+from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.text import STAGES
 
 SHARES = (1, 2, 4)  # micro-batches of a step for each stage and part: more are slower and save little
@@ -120,8 +121,9 @@ class Job:
         that is measured.
 
         Raises:
-            ValueError: the model has no blocks.
+            ValueError: the model has no blocks, or there is no such optimizer or precision.
         """
+        self._part(1)  # whose errors come before measurements
         wanted = dict.fromkeys(map(self._key, self.layouts()))
         missing = [key for key in wanted if key not in self._computations]
         if self.rank is None:
@@ -210,7 +212,8 @@ class Job:
                     if self.batch % (replicas * count):
                         continue
                     # A gradient that stages share is whole on each of them.
-                    most = 1 if replicas == 1 else 2 if stages > 1 and self._has_shared else len(STAGES)
+                    most = 2 if stages > 1 and self._has_shared else len(STAGES)
+                    most = most if replicas > 1 and self._splits_state else 1
                     for shard in STAGES[:most]:
                         for offload in (None, "optimizer") if shard != "none" else (None,):
                             layout = TrainingLayout(self.ranks, shard, offload, stages, tensor, count)
@@ -226,6 +229,14 @@ class Job:
             yield dataclasses.replace(layout, every=EVERY)
         if self.rank is not None:
             yield dataclasses.replace(layout, chunk_head=True)
+
+    @functools.cached_property
+    def _splits_state(self) -> bool:
+        try:
+            check_elementwise(make_optimizer(self.optimizer(self.model), self.model), promised=True)
+        except ValueError:
+            return False
+        return True
 
     @functools.cached_property
     def _has_shared(self) -> bool:

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from hvd_ckpt.app.cli.command_line import BadArgument, console_for_tables, saying, table
 from hvd_ckpt.app.cli.run_command import RunCommand
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.field_types import Count, Positive, Text
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.processes.launchers import launched_size
@@ -108,14 +108,19 @@ def _layout(config: Config, asked: Settings) -> None:
     if asked.batch is None and click.get_current_context().params["file"] is None:
         raise BadArgument("--batch is missing: give it, or a FILE with settings of `hvd-ckpt train`")
     ranks = asked.ranks or launched_size()
-    batch = asked.batch or config.global_batch(ranks // config.pipeline.stages // config.tensor)
+    replicas, left = divmod(ranks, config.pipeline.stages * config.tensor)
+    if asked.batch is None and left:
+        raise BadArgument(
+            f"--batch is missing: {ranks} ranks cannot be divided into pipeline {config.pipeline.stages} and tensor {config.tensor}"
+        )
+    batch = asked.batch or config.global_batch(replicas)
     changing: list[LayoutRow] = []
     tried: list[tuple[LayoutRow, Trial | str]] = []
     with exit_handler():
         # A launcher that is killed leaves its ranks behind.
         watchdog.end_with_parent()
         watchdog.watch(config.stall_timeout)
-        with saying("layout") as say:
+        with saying("layout") as say, config_errors():
             job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)
             say("comparing layouts")
             rows = allowed(config, job, job.rows())

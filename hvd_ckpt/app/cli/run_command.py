@@ -90,8 +90,9 @@ def config_of(file: str | None, flags: Mapping[str, Any]) -> Config:
     with config_errors():
         for name, value in values_of(Config, flags).items():
             # Options of a flag are added to those of the file one by one; other settings replace.
-            adds = Config.model_fields[name].annotation == Options
-            values[name] = {**(values.get(name) or {}), **value} if adds else value
+            if Config.model_fields[name].annotation == Options and (before := values.get(name)):
+                value = {**before, **value} if isinstance(before, dict) else before  # which is refused
+            values[name] = value
     return Config.make(values)
 
 
