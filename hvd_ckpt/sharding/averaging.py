@@ -85,7 +85,7 @@ class AveragedWeights:
         self.before_change()
         sharding = getattr(self._optimizer, "sharding", None)
         if sharding is not None:  # weights may have been written since the step
-            sharding.masters.follow()
+            sharding.follow_model()
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for average, weight in self._follow():
             averages, weights = groups[average.device, average.dtype]

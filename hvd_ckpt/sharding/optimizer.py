@@ -27,7 +27,6 @@ from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Piece
-from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
 from hvd_ckpt.sharding.surface import StateElsewhere, run_hooks
@@ -80,7 +79,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         with self.sharding.store.gathered():
             yield
-        self.sharding.masters.follow()
+        self.sharding.follow_model()
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole ``state_dict()`` of the model, as copies in CPU memory. Collective.
@@ -290,11 +289,7 @@ class ShardedOptimizer(ReducedOptimizer):
         ``"pieces"`` has name, start and stop of each piece, and ``"master_weights"`` the float32 weights, if there are any. The
         part loads into the same rank of a job of the same size and stage; :meth:`full_state_dict` and snapshots load into any job.
         """
-        # A forward pass, say, may have written weights since the last step.
-        store = self.sharding.store
-        if isinstance(store, ShardedParameters) and store.summoned:
-            store.sync_from_model()
-        self.sharding.masters.follow()
+        self.sharding.follow_model()  # a forward pass, say, may have written weights since the last step
         with self.sharding.pieces_in(self):
             part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)

@@ -88,10 +88,11 @@ class ShardedParameters(Passes):
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def sync_from_model(self) -> None:
-        """Keeps what was written to parameters within :meth:`gathered`, and refuses other changes.
+        """Keeps what was written to parameters within :meth:`gathered`, and refuses other changes. What a pass has written is
+        refused where ranks come together.
 
         Raises:
-            RuntimeError: a parameter was replaced, written in a pass, or given data, another dtype, device or shape.
+            RuntimeError: a parameter was replaced, or given data, another dtype, device or shape.
         """
         model = self._model()
         for name, parameter in () if model is None else model.named_parameters():
@@ -103,8 +104,6 @@ class ShardedParameters(Passes):
         self.keep_written()
         for unit in self.units:
             unit.check()
-        if (error := self._take_error()) is not None:
-            raise error
 
     def find_written(self) -> RuntimeError | None:
         """The error of a pass that has written weights since the last synchronization."""

@@ -199,9 +199,9 @@ class Passes:
             self.reshard()
 
     def keep_written(self) -> None:
-        """Within :meth:`summon`, keeps what was written so far; else frees what a pass has left."""
-        self.reshard()
+        """Within :meth:`summon`, keeps what was written so far."""
         if self.summoned:
+            self.reshard()
             self._write_back()
 
     def _write_back(self) -> None:

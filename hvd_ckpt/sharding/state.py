@@ -60,6 +60,7 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     sharding: Sharding = optimizer.sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
     with errors_on_all("load_state_dict() of a sharded optimizer", optimizer.process_set):
+        sharding.follow_model()  # else the gather below would undo what was written to the weights before
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
         with sharding.pieces_in(optimizer):

@@ -245,8 +245,8 @@ class ModelTensors:
         optimizer, copy = self._optimizer, "" if alone else self.copy
         members = self._writers(alone)
         is_first = hvd.rank() == members[0]
-        if self.layout is not None and optimizer.shard_stage < 3:
-            optimizer.sharding.store.sync_from_model()  # other tensors in the parameters' place
+        if self.layout is not None:
+            optimizer.sharding.follow_model()  # what was written to the weights since the last step
         # All that this rank has: kinds, elements and their values.
         rows: list[tuple[str, Part, Tensor]] = [("weights", part, part.tensor) for part in self._parameters]
         rows += [("weights", part, values) for part, values in self._shards() if self._writes(part)]

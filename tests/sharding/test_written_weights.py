@@ -303,3 +303,40 @@ def test_a_step_inside_gathered_parameters_is_not_lost() -> None:
         with other.gathered_parameters():
             assert torch.equal(first, one.first.weight)
     same(model, optimizer, wanted, plain)
+
+
+HALF = [
+    (1, {"wire": "int8"}),
+    (2, {"wire": "int8"}),
+    (3, {}),
+]  # masters; what is sent is rounded, or weights are gathered
+
+
+@pytest.mark.parametrize(("stage", "options"), HALF)
+def test_weights_that_were_loaded_stay_when_a_state_is_loaded(stage: int, options: dict[str, Any]) -> None:
+    model = Model(lambda _: None).bfloat16()
+    optimizer = wrapped(model, stage, **options)
+    model(rows(0).bfloat16()).square().mean().backward()
+    optimizer.step()
+    state = optimizer.full_state_dict(all_ranks=True)
+    with optimizer.gathered_parameters():
+        model.load_state_dict({name: torch.full_like(one, 0.25) for name, one in model.named_parameters()})
+        optimizer.load_state_dict(state)
+    assert all(bool((value == 0.25).all()) for value in whole_weights(model, optimizer).values())
+
+
+@pytest.mark.parametrize(("stage", "options"), HALF)
+def test_states_and_averages_have_weights_that_were_written_since(
+    stage: int, options: dict[str, Any]
+) -> None:
+    model = Model(lambda _: None).bfloat16()
+    optimizer = wrapped(model, stage, **options)
+    average = hc.AveragedWeights(optimizer)
+    with optimizer.gathered_parameters():
+        nn.init.constant_(model.first.weight, 0.25)
+        masters = optimizer.state_dict()["master_weights"]
+        average.update_parameters()
+    for number, piece in enumerate(optimizer.pieces):
+        assert piece.name != "first.weight" or bool((masters[number] == 0.25).all())
+    with average.applied():
+        assert bool((whole_weights(model, optimizer)["first.weight"] == 0.25).all())
