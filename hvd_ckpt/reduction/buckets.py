@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
+from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_, uses_of
 
 # A bucket is one flat tensor of one dtype on one device; the gradient of each of its parameters is a view into it, so that
 # backward accumulates where the allreduce reads and nothing is copied. Storage is allocated when a bucket is first filled.
@@ -119,8 +119,19 @@ class Bucket:
     def allocate(self) -> torch.Tensor:
         """The storage, made if need be."""
         if self.flat is None:
-            self.flat = torch.empty(self.numel + self.flags, dtype=self.dtype, device=self.device)
+            self.hold(torch.empty(self.numel + self.flags, dtype=self.dtype, device=self.device))
+        assert self.flat is not None
         return self.flat
+
+    def hold(self, flat: torch.Tensor) -> None:
+        """Makes this the storage."""
+        self.flat = flat
+        for entry in self.entries:
+            self.view(entry)
+
+    def _is_kept(self) -> bool:
+        """Whether code has kept a tensor that shares the storage, such as ``p.grad.detach()`` of an earlier step."""
+        return self.flat is not None and uses_of(self.flat.untyped_storage()) > _USES + len(self.entries)
 
     def view(self, entry: GradientEntry) -> torch.Tensor:
         """The part of the storage that belongs to an entry."""
@@ -172,7 +183,7 @@ class Bucket:
         if not entry.holds(gradient):
             with torch.no_grad():
                 view = self.view(entry)
-            if sys.getrefcount(view) > _REFERENCES:
+            if sys.getrefcount(view) > _REFERENCES or self._is_kept():
                 return
             view.detach().copy_(gradient)
             entry.parameter.grad = view
@@ -185,7 +196,7 @@ class Bucket:
         Returns:
             The storage: 1-D, control flags at the end.
         """
-        flat = self.allocate()
+        is_new, flat = self.flat is None, self.allocate()
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
@@ -210,6 +221,9 @@ class Bucket:
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
                 copied.append((parameter, view))
+            if (targets or missing) and not is_new and self._is_kept():
+                self.free()
+                return self.gather()
             if targets:
                 foreach_copy_(targets, sources)
             if missing:
@@ -219,14 +233,15 @@ class Bucket:
         return flat
 
 
-def _without_others() -> int:
+def _without_others() -> tuple[int, int]:
     entry = [torch.empty(0, dtype=torch.float32)]  # in the place of an entry, which refers to its view
     view = entry[0]
-    return sys.getrefcount(view)
+    return sys.getrefcount(view), uses_of(view.untyped_storage())
 
 
-_REFERENCES = _without_others()
-# More than these tell that another parameter has the view as its gradient, or that code has kept it: it must not be written.
+_REFERENCES, _USES = _without_others()
+# Of a view without others, and of a storage without views. More tell that another parameter has the view as its gradient, or that
+# code has kept it or what shares its memory: it must not be written.
 
 
 def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:

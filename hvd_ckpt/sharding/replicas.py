@@ -146,7 +146,7 @@ class ReplicaReducer(ComputesReplicas, Reducer):
         filled = ((entry.index, entry.view) for entry in bucket.entries if entry.filled)
         self._last.update((index, view) for index, view in filled if view is not None)
         bucket.free()
-        bucket.flat = result.to(bucket.dtype)
+        bucket.hold(result.to(bucket.dtype))
 
     def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
         again = {index: self._whole(index, part) for index, part in parts.items()}

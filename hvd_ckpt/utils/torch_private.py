@@ -27,7 +27,7 @@ __all__ = [
     "execution_engine", "flash_attention", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
     "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type",
     "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "run_first", "sequence_number",
-    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
+    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable", "uses_of",
 ]  # fmt: skip
 
 OLDEST = (2, 6)  # setup.cfg asks for the same
@@ -89,6 +89,7 @@ try:
         DisableTorchFunction as DisableTorchFunction,
         DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
         _current_graph_task_id as current_graph_task_id,
+        _storage_Use_Count as _storage_uses,
     )
     from torch._C import (
         _len_torch_dispatch_stack as _dispatch_modes,
@@ -194,6 +195,11 @@ def identity_of(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has while this one is there."""
     number: int = storage._cdata
     return number
+
+
+def uses_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie in a storage; more by a fixed number for what asks."""
+    return _storage_uses(storage._cdata)
 
 
 def dual_level() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,21 +58,30 @@ def test_a_change_in_place_with_replicas_is_an_error(of: str, before: int) -> No
             optimizer.step()
 
 
+KEEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda gradient: gradient,
+    "detached": lambda gradient: gradient.detach(),
+    "its data": lambda gradient: gradient.data,
+    "a view": lambda gradient: gradient.view(-1)[1:],
+}
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
 @pytest.mark.parametrize("shard", [0, 1])
-def test_gradients_that_code_keeps_stay_as_they_are(bucket_cap_mb: float, shard: int) -> None:
+@pytest.mark.parametrize("way", KEEPS)
+def test_gradients_that_code_keeps_stay_as_they_are(way: str, bucket_cap_mb: float, shard: int) -> None:
     model = chain()
     optimizer = wrap(model, bucket_cap_mb=bucket_cap_mb, shard=shard)
-    kept, copies = [], []
+    kept, copies, keep = [], [], KEEPS[way]
     for step in range(3):
         optimizer.zero_grad()
         for part in range(2):
             loss(model, 2 * step + part).backward()
             if part == 0:  # one pass per task, as for gradient surgery
-                kept += [parameter.grad for parameter in model.parameters()]
-                copies += [parameter.grad.clone() for parameter in model.parameters()]
+                kept += [keep(parameter.grad) for parameter in model.parameters()]
+                copies += [keep(parameter.grad).clone() for parameter in model.parameters()]
                 model.zero_grad()
         optimizer.step()
-        kept += [parameter.grad for parameter in model.parameters()]
-        copies += [parameter.grad.clone() for parameter in model.parameters()]
+        kept += [keep(parameter.grad) for parameter in model.parameters()]
+        copies += [keep(parameter.grad).clone() for parameter in model.parameters()]
     assert all(map(torch.equal, kept, copies))
