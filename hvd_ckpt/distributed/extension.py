@@ -38,6 +38,9 @@ from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.elementwise import check_elementwise
 
 Named = Sequence[tuple[str, torch.Tensor]]
+STATE = (
+    "whether the optimizer has a state, which shard splits (load it on every rank, or into the sharded one),"
+)
 
 
 class Extension:
@@ -53,6 +56,7 @@ class Extension:
         self._stage, self._gradients, self._weights = check_stage(
             shard.states, shard.offload, shard.wire, options.features()
         )
+        self._has_state = self._stage > 0 and bool(options.optimizer.state)
         if self._stage:
             check_elementwise(options.optimizer, shard.elementwise)
             if self._model is not None and not isinstance(self._model, torch.nn.Module):
@@ -91,10 +95,12 @@ class Extension:
         return named
 
     def described(self) -> Mapping[str, Any]:
-        """Values that follow from the options, and must be equal on all ranks: the names of the units' modules."""
+        """Values that follow from the options, and must be equal on all ranks: the names of the units' modules, and whether there
+        is a state to split."""
         modules = () if self._model is None else self._model.named_modules()
         names = {id(module): name for name, module in modules}
-        return {"units": [[names[id(module)] for module in unit.modules] for unit in self._units]}
+        units = [[names[id(module)] for module in unit.modules] for unit in self._units]
+        return {"units": units, STATE: self._has_state}
 
     def add(self, optimizer: Any, named: Named) -> None:
         """Splits what the options say, and adds replicas, with the reducers of these. Collective.
@@ -178,7 +184,7 @@ class Extension:
             method = getattr(optimizer.wrapped_class, name, None)
             if callable(method):
                 setattr(type(optimizer), name, on_pieces(method))
-        if before["state"]:
+        if self._has_state:
             state.load(optimizer, lambda: state.of_pieces(optimizer, before))
         if self._stage > 1:
             optimizer.reducer.rename(optimizer.identity, 0)

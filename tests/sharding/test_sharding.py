@@ -291,6 +291,21 @@ def test_schedules_and_state_from_before() -> None:
             assert_same(ours, reference, rounding())
 
 
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_that_one_rank_alone_has_before_is_an_error_on_every_rank(stage: int) -> None:
+    model = Model()
+    bare = momentum(model.parameters())
+    if hc.rank() == 0:
+        model(batch(0)).sum().backward()
+        bare.step()
+        bare.zero_grad()
+    with pytest.raises(ValueError, match=r"has a state.*load it on every rank.*True on rank 0 and False on"):
+        hc.DistributedOptimizer(bare, model.named_parameters(), shard=stage, model=model)
+    bare.state.clear()
+    steps(model, wrapped(model, momentum, stage), range(1))
+
+
 def test_a_part_that_is_not_this_ranks_is_refused() -> None:
     model = Model()
     optimizer = wrapped(model, adam, 2)
