@@ -93,5 +93,6 @@ def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
             for index in sorted(other.dropped.intersection(report.sent)):
                 raise RuntimeError(
                     f"parameter '{names[index]}' had its gradient dropped or was converted between backward() and synchronize() "
-                    f"on rank {here} but not on rank {there}; do the same on every rank"
+                    f"on rank {here} but not on rank {there}; do the same on every rank; to drop gradients, whichever buckets have "
+                    "left on each of them, call optimizer.synchronize() and then optimizer.zero_grad()"
                 )

@@ -288,6 +288,17 @@ def test_gradients_dropped_whichever_buckets_had_left(drop: str, again: bool, op
     )
 
 
+@several
+def test_gradients_dropped_after_other_numbers_of_passes_and_before_another_pass() -> None:
+    """Dropped by hand, those that had left on some ranks only are an error."""
+    Pair().play(*["uneven:12 sync clear backward:50 step clear"] * 4)
+    pair = Pair()
+    pair.play(*["backward backward:100 step clear"] * 3)
+    pair.do("uneven:12 clear:hand backward:50", 3)
+    with pytest.raises(RuntimeError, match=r"synchronize\(\) and then optimizer\.zero_grad\(\)"):
+        pair.optimizer.step()
+
+
 @pytest.mark.parametrize("drop", ["model", "hand"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_optimizers_in_turn_drop_the_others_gradients(drop: str, count: int) -> None:
