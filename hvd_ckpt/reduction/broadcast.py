@@ -94,8 +94,10 @@ def join(device: int = -1) -> int:
         ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
             not joined needs the others for more than an allreduce, such as for sparse gradients (pass ``sparse_as_dense=True``).
             Raised on every rank.
-        RuntimeError: a reduction of gradients is under way, and neither ``step()`` nor ``synchronize()`` has waited for it.
+        RuntimeError: a rank has gradients that neither ``step()`` nor ``synchronize()`` has reduced; raised on every rank, once
+            all have called it.
     """
+    error: Exception | None = None
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
         members = optimizer.process_set
@@ -107,13 +109,13 @@ def join(device: int = -1) -> int:
             "replicas": True if optimizer.replicas else None,
             "process_set": members != global_process_set and members.included() and members.size() > 1,
         })  # fmt: skip
-        # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
-        if optimizer.reducer is not None and optimizer.reducer.in_flight:
-            raise RuntimeError(
-                f"join() was called while gradients of {type(optimizer).__name__} are being reduced that no step has used; call "
-                f"its step() or synchronize() on every rank first"
+        # Some of this rank's gradients may be in the others' sums already, and the rest never would be.
+        if optimizer.has_unreduced:
+            error = error or RuntimeError(
+                f"join() was called while {type(optimizer).__name__} has gradients of a backward pass that are not reduced; call "
+                "its step() or synchronize() on every rank first"
             )
-    last = meet_after_join(device, None)
+    last = meet_after_join(device, error)
     level_after("join()", last)
     return last
 
