@@ -61,8 +61,10 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ReducedOptimizer):
             super().unscale_(optimizer)
             return
-        self._begin_on_every_stage()
         optimizer.reduce_for_caller()
+        if not self._enabled:
+            return
+        self._begin_on_every_stage()
         self._reduced.add(id(optimizer))
         error: Exception | None = None
         try:
@@ -70,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
                 super().unscale_(optimizer)
         except ValueError as exception:  # float16 gradients; another rank, stage or part may have none
             error = exception
-        if not self._enabled or not (optimizer.finds_overflow_alone or current().model_parallel_size > 1):
+        if not (optimizer.finds_overflow_alone or current().model_parallel_size > 1):
             if error is not None:
                 raise error
             return
@@ -100,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a backward pass has added to gradients since ``unscale_()``.
         """
-        if not isinstance(optimizer, ReducedOptimizer):
+        if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         self._begin_on_every_stage()
         if id(optimizer) in self._reduced:
@@ -118,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin_on_every_stage(self) -> None:
         """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
-        if self._enabled and self._scale is None and current().model_parallel_size > 1:
+        if self._scale is None and current().model_parallel_size > 1:
             self.scale(torch.zeros((), dtype=torch.float32, device=self._device))
 
 

@@ -85,6 +85,26 @@ def test_the_plain_recipe(dtype: torch.dtype, clip: float | None, enabled: bool)
     assert difference(model, expected) < 2e-4
 
 
+@pytest.mark.parametrize("shard", [0, 2])
+def test_a_scaler_that_is_off_steps_with_a_closure(shard: int) -> None:
+    def run(scaler: hc.GradScaler | None) -> list[bytes]:
+        model = chain()
+        optimizer = wrapped(model, shard=shard)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = forward(model, 0, hc.rank(), torch.bfloat16)
+            value.backward()
+            return value
+
+        for _ in range(2):
+            value = optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)
+            assert float(value) > 0
+        return fingerprint(model)
+
+    assert run(hc.GradScaler(enabled=False)) == run(None)
+
+
 def test_the_recipe_with_a_bare_optimizer() -> None:
     bare = torch.optim.SGD(chain().parameters(), lr=0.1)
     other = bare.param_groups[0]["params"][0]
