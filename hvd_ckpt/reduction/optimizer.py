@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,20 +110,13 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def _look_for_replaced(self, reducer: Reducer) -> None:
         """Raises an error, on every rank, if a parameter was put into a group by hand: nobody would reduce its gradient."""
-        for number, group in enumerate(self.param_groups):
-            if reducer.has_all(group["params"]):
-                continue
-            for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and not reducer.has_all([parameter]):
-                    error = RuntimeError(
-                        f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
-                        "DistributedOptimizer() was called, so its gradient is not reduced; make the DistributedOptimizer again "
-                        "after parameters are replaced, or add new ones by add_param_group()"
-                    )
-                    # Other ranks may have no such parameter, and would wait.
-                    if not reducer.take_over(error):
-                        raise error
-                    return
+        groups = [group["params"] for group in self.param_groups]
+        if reducer.has_all(chain.from_iterable(groups)):
+            return
+        error = phases.put_in(groups, lambda one: reducer.has_all([one]) or not one.requires_grad)
+        # Other ranks may have no such parameter, and would wait.
+        if error is not None and not reducer.take_over(error):
+            raise error
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
+
+import torch
 
 
 class Phase(enum.Enum):
@@ -48,3 +51,18 @@ SCALED_UNREDUCED = (
     "the step by its own gradients; use hvd_ckpt.GradScaler, or call optimizer.synchronize() and "
     "scaler.unscale_(optimizer) first, then scaler.step(optimizer) within optimizer.skip_synchronize()"
 )
+
+
+def put_in(
+    groups: Sequence[Sequence[torch.Tensor]], known: Callable[[torch.Tensor], bool]
+) -> RuntimeError | None:
+    """The error for the first parameter that somebody has put into a group, where an optimizer does not know it."""
+    for number, group in enumerate(groups):
+        for place, parameter in enumerate(group):
+            if not known(parameter):
+                return RuntimeError(
+                    f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
+                    "DistributedOptimizer() was called, so this optimizer does not train it; make the DistributedOptimizer again "
+                    "after parameters are replaced, or add new ones by add_param_group()"
+                )
+    return None

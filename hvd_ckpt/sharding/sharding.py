@@ -13,6 +13,7 @@ import torch
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.reduction.gradients import has_values
+from hvd_ckpt.reduction.phases import put_in
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.gradients import IN_PIECES, IN_SHARDS, ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
@@ -121,13 +122,8 @@ class Sharding:
         # By identity, group by group: tensors compare element by element.
         if [list(map(id, group)) for group in groups] == [list(map(id, group)) for group in self.groups]:
             return
-        for number, group in enumerate(groups):
-            for place, parameter in enumerate(group):
-                if self.layout.index(parameter) not in self._pieces:
-                    raise RuntimeError(
-                        f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
-                        "DistributedOptimizer() was called, so this optimizer does not step it; add it by add_param_group()"
-                    )
+        if (error := put_in(groups, lambda one: self.layout.index(one) in self._pieces)) is not None:
+            raise error
         self.groups = [list(group) for group in groups]
         own = [[piece for parameter in group if (piece := self.piece_of(parameter))] for group in groups]
         self.pieces = [piece for group in own for piece in group]
