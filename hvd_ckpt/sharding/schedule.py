@@ -57,13 +57,13 @@ class Schedule:
 
     def __init__(self, layout: Layout, passes: int | None) -> None:
         self._layout = layout
-        self._passes = passes
+        self._next_passes = passes
         self.reset()
 
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on."""
-        self._passes = passes
-        if not any(self._arrived_in_round):
+        self._next_passes = passes
+        if not any(self.launched) and not any(self._arrived_in_round):  # else the step has begun
             self.begin_step()
 
     def reset(self) -> None:
@@ -157,6 +157,7 @@ class Schedule:
     def begin_step(self) -> None:
         """At the start of the sequence; every group waits for what is expected of it."""
         layout = self._layout
+        self._passes = self._next_passes
         self.position = 0
         self.launched = [0] * len(layout.groups)
         self._arrived_in_round = [0] * len(layout.parameters)
