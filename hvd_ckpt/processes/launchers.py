@@ -134,6 +134,42 @@ def launcher_chain(rank: int) -> list[psutil.Process]:
     return []
 
 
+def ranks_sharing_cpus(ranks: int) -> int:
+    """How many of the ranks of this host, this one included, may run on CPUs that this one may run on.
+
+    Fewer than all where the launcher has bound each to CPUs of its own, as ``srun`` does. It is read from the table of processes,
+    when all ranks have started. Where that does not show them all, they count as sharing.
+
+    Args:
+        ranks: number of ranks on this host.
+    """
+    if ranks == 1 or not hasattr(os, "sched_getaffinity"):
+        return ranks
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process()
+        given = process.environ()  # at its start: this library adds names
+        names = ("HOROVOD_RANK", "RANK", *RANK_VARIABLES, "SLURM_PROCID")
+        variable = next((name for name in names if name in given), "")
+        for above in process.parents() if variable else ():
+            cpus = _cpus_of_ranks(above, variable)
+            if len(cpus) >= ranks:
+                shared = sum(not one.isdisjoint(os.sched_getaffinity(0)) for one in cpus.values())
+                return max(shared, 1) if len(cpus) == ranks else ranks
+    return ranks
+
+
+def _cpus_of_ranks(above: psutil.Process, variable: str) -> dict[str, set[int]]:
+    """The CPUs of each rank below a process, by the value of a variable that each was given."""
+    cpus: dict[str, set[int]] = {}
+    # Of a rank and the workers that it has started, the last counts.
+    for process in above.children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            rank = process.environ().get(variable)
+            if rank is not None:
+                cpus[rank] = os.sched_getaffinity(process.pid)
+    return cpus
+
+
 def has_broken(chain: list[psutil.Process]) -> bool:
     """Whether one of the processes has lost its parent, the next in the list."""
     # An orphan has another parent from then on: init, or a process that collects orphans.

@@ -25,7 +25,13 @@ import torch
 
 from hvd_ckpt.processes import grid, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
-from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, is_elastic, whole_in
+from hvd_ckpt.processes.launchers import (
+    adopt_launcher,
+    check_environment,
+    is_elastic,
+    ranks_sharing_cpus,
+    whole_in,
+)
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.rules import check
@@ -72,7 +78,7 @@ def init(
     * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` lets Horovod tune it. With
       fusion on, results are right but not repeatable bit for bit, and rank 0 warns once.
     * ``NCCL_NVLS_ENABLE=0``: sums that NVLink's switches compute (NVLink SHARP, from the H100 on) differ from call to call.
-    * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
+    * ``torch.set_num_threads(CPUs this process may use // ranks of this host that share them)``, at least 1, unless
       ``OMP_NUM_THREADS`` is set.
     * ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if there are more) instead of 1, if the launcher starts more than one rank
       for two CPUs of a machine. Horovod's background thread then has no CPU to itself. The cycle time is the number of
@@ -180,9 +186,10 @@ def init(
     comm = args[0] if args else kwargs.get("comm")
     if comm is not None or not _state.communicator:
         _state.ranks_argument, _state.communicator = comm, None
-    # After the start, which tells how many ranks share this host.
+    # After the start, which tells how many ranks are on this host, and when all of them have been bound to their CPUs.
     if THREADS_VARIABLE not in os.environ:
-        torch.set_num_threads(threads_per_rank(grid.current().local_size))
+        sharing = ranks_sharing_cpus(grid.current().local_size)
+        torch.set_num_threads(threads_per_rank(sharing))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
         _state.warned = True
         run_warnings.warn(
@@ -295,9 +302,9 @@ def allowed_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_per_rank(local_size: int) -> int:
-    """CPU threads for each of ``local_size`` ranks on this machine: its share of the CPUs, at least 1."""
-    return max(1, allowed_cpus() // local_size)
+def threads_per_rank(sharing: int) -> int:
+    """CPU threads for each of so many ranks that share the CPUs of this process: its share of them, at least 1."""
+    return max(1, allowed_cpus() // sharing)
 
 
 def controller() -> str:

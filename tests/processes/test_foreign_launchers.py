@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -181,3 +182,49 @@ def test_places_of_ranks_where_hosts_have_different_numbers() -> None:
         (1, 2),
         (0, 1),
     ]
+
+
+SHARING = """
+print("started", flush=True)
+input()
+from hvd_ckpt.processes.launchers import ranks_sharing_cpus
+print(ranks_sharing_cpus({}), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize(
+    ("bound", "ranks", "sharing"),
+    [
+        ([[0], [1]], 2, 1),
+        ([[0], [0], [1], [1]], 4, 2),  # as mpirun binds to sockets
+        ([[0, 1], [0, 1]], 2, 2),
+        ([[0], [1]], 3, 3),  # one is not to be seen
+    ],
+)
+def test_ranks_that_share_cpus(bound: list[list[int]], ranks: int, sharing: int) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARING.format(ranks)],
+            env={**environment(), "SLURM_PROCID": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            preexec_fn=lambda own=own: os.sched_setaffinity(0, [cpus[number] for number in own]),
+        )
+        for rank, own in enumerate(bound)
+    ]
+    try:
+        pipes: Any = [(process.stdin, process.stdout) for process in started]
+        assert [output.readline() for _, output in pipes] == ["started\n"] * len(bound)
+        for typed, _ in pipes:
+            typed.write("\n")
+        assert [int(output.readline()) for _, output in pipes] == [sharing] * len(bound)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
