@@ -217,3 +217,18 @@ def test_a_model_is_compiled_while_gradients_are_in_shards() -> None:
     finally:
         del run
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_number_of_passes_is_set_while_gradients_are_on_their_way(stage: int) -> None:
+    """It counts from the next step on."""
+    (model, optimizer), (wanted, plain) = pairs = build(stage), build(0)
+    for number, passes in enumerate((1, 1, 1, 2, 2)):
+        for one, its in pairs:
+            its.zero_grad()
+            for part in range(passes):
+                backward(one, 10 * number + part)
+            if number == 2:
+                its.set_backward_passes_per_step(2)
+            its.step()
+    same_weights(model, optimizer, wanted, plain, exact=False)

@@ -306,7 +306,7 @@ def test_a_step_inside_gathered_parameters_is_not_lost() -> None:
 
 
 HALF = [
-    (1, {"wire": "int8"}),
+    (1, {"wire": {"parameters": "int8"}}),
     (2, {"wire": "int8"}),
     (3, {}),
 ]  # masters; what is sent is rounded, or weights are gathered
@@ -339,4 +339,5 @@ def test_states_and_averages_have_weights_that_were_written_since(
     for number, piece in enumerate(optimizer.pieces):
         assert piece.name != "first.weight" or bool((masters[number] == 0.25).all())
     with average.applied():
-        assert bool((whole_weights(model, optimizer)["first.weight"] == 0.25).all())
+        whole = whole_weights(model, optimizer)["first.weight"]
+        assert bool(((whole - 0.25).abs() < 0.01).all())  # as sent in 8 bits
