@@ -233,7 +233,7 @@ class HeldSnapshot(Snapshot):
         values = {each.name: each.values for each in state.ranges}
         held = {"tensors": values, REPLICATED: state.replicated, "per_rank": state.per_rank}
         copied = map_tensors(held, "state", lambda tensor: tensor.detach().to("cpu", copy=True))
-        return cls(Path("in memory"), manifest, copied)
+        return cls(Path("in memory"), manifest, held=copied)
 
     def state(self, name: str) -> Any:
         """A copy: an optimizer keeps the tensors that it loads, and would change those here."""
