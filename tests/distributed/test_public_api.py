@@ -57,7 +57,7 @@ print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("hv
 def test_a_plain_optimizer_loads_neither_shards_nor_recomputation() -> None:
     result = run_forked("import sys, torch", {"plain": Case(PLAIN)})["plain"]
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["distributed", "processes", "reduction", "utils"]
+    assert result.stdout.split() == ["collectives", "distributed", "processes", "reduction", "utils"]
 
 
 def test_a_name_that_has_changed_names_the_new_one() -> None:
