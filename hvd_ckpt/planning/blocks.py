@@ -19,6 +19,7 @@ from hvd_ckpt.planning.inputs import copied, tensors_of
 from hvd_ckpt.planning.policy import base_class
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
+from hvd_ckpt.recompute.sequential import places_of
 from hvd_ckpt.recompute.transforms import is_transformed
 from hvd_ckpt.utils.torch_private import is_compiled
 
@@ -167,15 +168,13 @@ def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
     #     a child that stands at several places runs as it is
     #     any other module is searched for containers (a model that has an encoder)
     blocks: list[FoundBlock] = []
-    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    places = Counter(id(child) for module in model.modules() for child in places_of(module).values())
 
     def visit(name: str, module: nn.Module) -> None:
         if _is_container(module):
             leaves: list[tuple[str, nn.Module]] = []
             plain = base_class(module).forward is nn.Sequential.forward
-            for child_name, child in module._modules.items():
-                if child is None:
-                    continue
+            for child_name, child in places_of(module).items():
                 full = f"{name}.{child_name}" if name else child_name
                 if places[id(child)] > 1:
                     flush(name, leaves)
@@ -215,7 +214,7 @@ def children_of(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, nn.Sequential):
         raise ValueError(f"stages need a chain or an nn.Sequential, got {type(model).__name__}")
-    children = {name: child for name, child in model._modules.items() if child is not None}
+    children = places_of(model)
     places = list(children.values())
     for name, child in children.items():
         if places.count(child) > 1:

@@ -32,6 +32,7 @@ from hvd_ckpt.planning.policy import (
 )
 from hvd_ckpt.processes.whole_model import shape_of_first
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.recompute.sequential import places_of
 from hvd_ckpt.utils.plain_data import dumps, parse_json, read_bytes, write_text
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
 from hvd_ckpt.utils.text import one_line, show_bytes
@@ -355,7 +356,7 @@ class Plan:
         for item in self.items:
             run = self._members(item)
             container = modules[run[0].rpartition(".")[0]]
-            names = [name for name, child in container._modules.items() if child is not None]
+            names = list(places_of(container))
             first, own = names.index(run[0].rpartition(".")[2]), [name.rpartition(".")[2] for name in run]
             if names[first : first + len(run)] != own:
                 raise PlanError(

@@ -17,6 +17,7 @@ from torch import nn
 
 from hvd_ckpt.planning.deferred import defer
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
+from hvd_ckpt.recompute.sequential import places_of
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import shown
@@ -184,7 +185,7 @@ def _chained(base: type[nn.Module]) -> type[nn.Module]:
         # A slice has the class alone.
         items: dict[str, Any] = self.__dict__.get(_ITEMS, {})
         _check_autocast(self)
-        children = {name: child for name, child in self._modules.items() if child is not None}
+        children = places_of(self)
         names = list(children)
         position = 0
         while position < len(names):

@@ -247,6 +247,11 @@ def _layers(functions: nn.Sequential | Iterable[Layer]) -> list[Layer]:
     return layers
 
 
+def places_of(model: nn.Module) -> OrderedDict[str, nn.Module]:
+    """The children of a module by name, one that stands at several places once for each, which ``named_children()`` skips."""
+    return OrderedDict((name, child) for name, child in model._modules.items() if child is not None)
+
+
 def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         if type(model).forward not in (nn.Sequential.forward, CheckpointSequential.forward):
@@ -259,7 +264,7 @@ def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[st
             raise TypeError(
                 f"{type(model).__name__} has a forward of its own, which a CheckpointSequential would not run: {instead} instead."
             )
-        return OrderedDict((name, module) for name, module in model._modules.items() if module is not None)
+        return places_of(model)
     named: OrderedDict[str, nn.Module] = OrderedDict()
     for index, layer in enumerate(_layers(model)):
         if not isinstance(layer, nn.Module):

@@ -52,7 +52,7 @@ from hvd_ckpt.planning.plan import PipelinePlan, Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
-from hvd_ckpt.recompute.sequential import CheckpointSequential
+from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
@@ -175,8 +175,7 @@ class Pipeline(nn.Module):
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         self._plan = planned
         virtual = virtual_stages_of(schedule, options.virtual_stages)
-        # Not named_children(), which skips the second place of a block that occurs twice, such as a shared activation.
-        names, blocks = zip(*((name, block) for name, block in model._modules.items() if block is not None))
+        names, blocks = zip(*places_of(model).items())
         parts = grid.stages * virtual
         if balance is None or isinstance(balance, str):
             balance = balance_costs(costs or block_bytes(blocks), parts)
