@@ -145,6 +145,8 @@ def ranks_sharing_cpus(ranks: int) -> int:
     """
     if ranks == 1 or not hasattr(os, "sched_getaffinity"):
         return ranks
+    if len(os.sched_getaffinity(0)) == os.cpu_count():  # bound to none
+        return ranks
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process()
         given = process.environ()  # at its start: this library adds names
