@@ -101,23 +101,25 @@ def mapped_files() -> list[range]:
 def memory_of_tensors(device: str = "cpu") -> dict[int, torch.UntypedStorage]:
     """The memory on this type of device of all tensors that Python knows, by address."""
     gc.collect()
-    found = {}
-    for tensor in gc.get_objects():
-        if (
-            issubclass(type(tensor), torch.Tensor)
-            and not hasattr(type(tensor), "fake_mode")  # of torch.compile
-            and _has_memory(tensor, device)
-        ):
-            memory = tensor.untyped_storage()
-            found[memory.data_ptr()] = memory
-    return found
+    tensors = (
+        value
+        for value in gc.get_objects()
+        if issubclass(type(value), torch.Tensor) and not hasattr(type(value), "fake_mode")  # of torch.compile
+    )
+    memories = (_memory_on(device, tensor) for tensor in tensors)
+    return {memory.data_ptr(): memory for memory in memories if memory is not None}
 
 
-def _has_memory(tensor: torch.Tensor, device: str) -> bool:
+def _memory_on(device: str, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor on this type of device; None for one without an address."""
     try:
-        return tensor.device.type == device and tensor.layout is torch.strided
-    except RuntimeError:  # an undefined tensor of autograd has no device
-        return False
+        if tensor.device.type == device and tensor.layout is torch.strided:
+            memory = tensor.untyped_storage()
+            memory.data_ptr()
+            return memory
+    except RuntimeError:
+        pass  # an undefined tensor of autograd has no device, and one that torch.compile has traced no address
+    return None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_ckpt.utils.memory import measure_peak, recording_peak
+from hvd_ckpt.utils.memory import measure_peak, memory_of_tensors, recording_peak
 
 FLOAT = 4  # bytes of a float32
 BEFORE = torch.zeros(100, 10)
@@ -89,3 +89,10 @@ def test_errors_leave_the_profiler_usable() -> None:
 def test_cuda_counts_the_allocators_blocks() -> None:
     memory = measure_peak(lambda: torch.zeros(1 << 20, device="cuda"), "cuda")
     assert (memory.peak_bytes, memory.held_bytes) == ((1 << 20) * FLOAT, 0)
+
+
+def test_tensors_without_an_address_are_left_out() -> None:
+    tensor = torch.ones(5)
+    traced = torch._to_functional_tensor(torch.ones(3))  # as torch.compile leaves some behind
+    assert tensor.untyped_storage().data_ptr() in memory_of_tensors()
+    del traced
