@@ -160,10 +160,10 @@ def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
     if holder.get("machine") == _this_process()["machine"]:
         with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
             return process_status(holder["process"], holder["started"]) is None
-    # Its clock may be another one: what counts is whether the file is touched.
+    # Its clock may be another one: what counts is whether the file is touched. One that is empty may be about to be written.
     began, first = time.monotonic(), _touched(path)
     while time.monotonic() - began < DEAD_SECONDS:
-        if _touched(path) != first:
+        if _touched(path) != first or _read(path) != holder:
             return False
         time.sleep(0.5)
     return True

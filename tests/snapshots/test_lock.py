@@ -120,6 +120,21 @@ def test_of_starters_at_once_one_takes_a_dead_lock_over(tmp_path: Path) -> None:
         dead.release()
 
 
+def test_a_lock_that_is_read_before_it_is_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = FolderLock(tmp_path)
+    early: list[dict[str, Any]] = [{}]  # what the first read finds
+    read = lock._read
+    monkeypatch.setattr(lock, "_read", lambda path: early.pop() if early else read(path))
+    monkeypatch.setattr(
+        lock.time, "sleep", lambda seconds: pytest.fail("it waits for a lock of this machine")
+    )
+    with pytest.raises(SnapshotError, match="in use by another object of this process"):
+        FolderLock(tmp_path)
+    held.release()
+
+
 def _start(folder: Path, judged: Any, results: Any) -> None:
     """Takes the lock of a folder once all starters have found that the lock there is dead."""
     is_dead, first = lock._is_dead, [True]
