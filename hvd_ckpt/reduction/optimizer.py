@@ -14,9 +14,10 @@ everything is reduced, there is no exchange, and such a gradient is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
     # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved.
     _had_gradients: Collection[torch.Tensor] = ()
+    _sparse_dims: Mapping[str, int] = MappingProxyType({})  # of sparse gradients among them
     _wrapped_supports_amp_scaling: bool
     notice = noticed = False  # in place of a reducer's
     backward_passes_per_step: int
@@ -407,6 +409,11 @@ class ReducedOptimizer(torch.optim.Optimizer):
             if parameter in had or parameter.grad is not None
         ]
         state["zeros"] = self._keeps_zeros
+        state["sparse_gradients"] = self._sparse_dims | {
+            name: parameter.grad.sparse_dim()
+            for parameter, name in self.parameter_names.items()
+            if parameter.grad is not None and parameter.grad.is_sparse
+        }
         return state
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
@@ -424,6 +431,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         own, learned = parts_of(state)
         GradientsState.check(own, "reduction state")
         had, self._keeps_zeros = set(own.get("gradients", ())), own.get("zeros", False)
+        self._sparse_dims = own.get("sparse_gradients", {})
         if self.reducer is not None and learned:
             self.reducer.load_state_dict(learned)
             self.drop_gradients()
@@ -433,10 +441,11 @@ class ReducedOptimizer(torch.optim.Optimizer):
                 self._set_zero(parameter)
 
     def _set_zero(self, parameter: torch.Tensor) -> None:
-        if self.reducer is None:
-            parameter.grad = torch.zeros_like(parameter)
-        else:
+        if self.reducer is not None:
             self.reducer.set_zero(parameter)
+            return
+        zeros, dims = torch.zeros_like(parameter), self._sparse_dims.get(self.parameter_names[parameter])
+        parameter.grad = zeros if dims is None else zeros.to_sparse(dims)
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:

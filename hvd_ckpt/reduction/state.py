@@ -39,10 +39,12 @@ class GradientsState(State):
     Attributes:
         gradients: names of the parameters that have a gradient.
         zeros: whether the last one has set gradients to zero.
+        sparse_gradients: the numbers of sparse dimensions of sparse ones.
     """
 
     gradients: list[str] = Field(default=[])
     zeros: bool = False
+    sparse_gradients: dict[str, Count] = Field(default={})
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

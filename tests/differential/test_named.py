@@ -24,7 +24,7 @@ def test_ends_as_in_one_process(name: str, stage: int, recompute: str) -> None:
     assert check(NAMED[name].program(hc.size(), stage, recompute)) == []
 
 
-@pytest.mark.ranks(gloo=(2,), mpi=(4,))
+@pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 @pytest.mark.parametrize(
     ("name", "stage"), [(name, stage) for name, one in RESUMED.items() for stage in one.stages]
 )
