@@ -1,8 +1,8 @@
 """Measurements of speed and memory, beside other engines: ``python -m benchmarks SUITE --help``, in a clone of the repository.
 
 A suite is a file in ``suites``, with a :class:`benchmarks.suite.Suite` of its name; an engine is one in ``engines``, or any class
-of :mod:`hvd_ckpt.app.compare.runner.engines`. ``case`` has cases and rows, ``worker`` is what each rank runs (some suites have
-their own: ``loops``, ``replicated``, ``stalls``), and ``probes`` are what it measures beside seconds. Below them
+of :mod:`hvd_ckpt.app.compare.runner.engines`. ``case`` has cases, jobs and rows, ``worker`` is what each rank runs unless the suite
+has a function of its own, and ``probes`` are what it measures beside seconds. Below them
 is :mod:`hvd_ckpt.app.compare.runner`: jobs, reports, options.
 """
 

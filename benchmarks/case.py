@@ -1,4 +1,4 @@
-"""Cases, and the rows that jobs make of them."""
+"""Cases, the jobs that measure them, and the rows that these make."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.app.compare.runner.report import Column, Form
 from hvd_ckpt.app.compare.runner.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
+
+Found = dict[str, Any]
+"""What a rank finds of a case: ``seconds`` of each timed step, figures by name, and maybe a ``failure``."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,28 @@ class Case:
     def condition(self) -> dict[str, Any]:
         """What rows that are compared have in common."""
         return {"workload": self.workload, "np": self.np, "controller": self.controller, **self.at}
+
+
+@dataclass(frozen=True)
+class MeasuredJob(RankJob):
+    """Cases of a suite on the same ranks.
+
+    Attributes:
+        suite: its name.
+        cases: in this order.
+        steps: that are timed of each case.
+        seed: of the weights and the samples.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    ends_at_once = True  # the orderly end of several engines in one process takes long
+    worker = "benchmarks.worker:measure"
+
+    suite: str
+    cases: tuple[Case, ...]
+    steps: int
+    seed: int
+    device: str
 
 
 @dataclass

@@ -3,55 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.case import Row
 from hvd_ckpt.app.compare.runner.report import MIB, Column, save_figure
 
+FILE = "picture.png"
 
-class Line(NamedTuple):
-    """Values by x, and what matplotlib's ``plot`` takes: ``label``, ``color``, ``linestyle``, ..."""
 
-    values: Mapping[Any, float]
+class Point(NamedTuple):
+    """A value at ``x`` of a line, which is named by its label, in a panel; ``style`` is for matplotlib's ``plot``."""
+
+    panel: str
+    line: str
+    x: float
+    value: float
     style: Mapping[str, Any]
 
 
-def draw_lines(
-    file: Path,
-    panels: Mapping[str, Sequence[Line]],
-    x: str,
-    y: str = "",
-    shared: bool = True,
-    doubling: bool = False,
-    log: Sequence[str] = (),
-) -> list[str]:
-    """A panel of lines for each title; returns the name of the file, or nothing where no line has values.
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """A picture of lines, with one panel beside the other.
 
-    Args:
-        panels: the lines by the titles of their panels.
-        x, y: labels of the axes.
+    Attributes:
+        points: those of a row, of which there are also all others.
+        x, y: labels of the axes; numbers of ranks grow by factors of two.
         shared: all panels have one scale.
-        doubling: x grows by factors of two.
         log: titles of panels whose scale is logarithmic.
     """
-    from matplotlib.figure import Figure
 
-    if not any(line.values for lines in panels.values() for line in lines):
-        return []
-    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
-    found = figure.subplots(1, len(panels), sharey=shared, squeeze=False)[0]
-    for axes, (title, lines) in zip(found, panels.items()):
-        for line in lines:
-            axes.plot([*line.values], [*line.values.values()], **line.style)
-        axes.set(title=title, xlabel=x, yscale="log" if title in log else "linear")
-        if doubling:
-            axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-    found[0].set_ylabel(y)
-    next(axes for axes, lines in zip(found, panels.values()) if lines).legend(fontsize=8)
-    return [save_figure(figure, file)]
+    points: Callable[[Row, Sequence[Row]], Iterable[Point]]
+    x: str = "ranks"
+    y: str = ""
+    shared: bool = True
+    log: Sequence[str] = ()
+
+    def draw(self, folder: Path, rows: Sequence[Row]) -> list[str]:
+        """Returns the name of the file, or nothing where there is no point."""
+        from matplotlib.figure import Figure
+
+        panels: dict[str, dict[str, list[Point]]] = {}
+        for point in (point for row in rows for point in self.points(row, rows)):
+            panels.setdefault(point.panel, {}).setdefault(point.line, []).append(point)
+        if not panels:
+            return []
+        figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+        found = figure.subplots(1, len(panels), sharey=self.shared, squeeze=False)[0]
+        for axes, (title, lines) in zip(found, panels.items()):
+            for label, points in lines.items():
+                axes.plot(
+                    [point.x for point in points],
+                    [point.value for point in points],
+                    label=label,
+                    **points[0].style,
+                )
+            axes.set(title=title, xlabel=self.x, yscale="log" if title in self.log else "linear")
+            if self.x == "ranks":
+                axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+        found[0].set_ylabel(self.y)
+        found[0].legend(fontsize=8)
+        return [save_figure(figure, folder / FILE)]
 
 
 def draw_bars(folder: Path, rows: Sequence[Row], conditions: Sequence[Column], peak: str) -> list[str]:
@@ -78,4 +92,4 @@ def draw_bars(folder: Path, rows: Sequence[Row], conditions: Sequence[Column], p
         axes.set_xlabel(title)
         axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
-    return [save_figure(figure, folder / "picture.png")]
+    return [save_figure(figure, folder / FILE)]

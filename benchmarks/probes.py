@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,20 +62,18 @@ class SeenMarks(Marks):
 
 
 def examine(
-    build: Callable[[], Training], device: torch.device, first: bool, hashed: bool
+    build: Callable[[], Training], device: torch.device, columns: Collection[str | Column]
 ) -> tuple[Training, Figures]:
     """Builds a training and examines its third step; returns it, and
 
     - ``parameter_bytes``, ``gradient_bytes`` and ``state_bytes`` of the tensors that are held for training;
     - ``peak_bytes`` of PyTorch's allocator since before the model was built, ``step_bytes`` since before the step, and
-      ``beyond_bytes``: what is held after the step beside parameters, buffers and the batch.
-
-    Args:
-        first: the training is built before memory is recorded.
-        hashed: also ``hash`` of the loss and the gradients, and ``buffer_hash`` after them.
+      ``beyond_bytes``: what is held after the step beside parameters, buffers and the batch;
+    - where the column is asked for, ``hash`` of the loss and the gradients, and ``buffer_hash`` after them.
     """
     gc.collect()
-    training = build() if first else None
+    # Where the peak of a step is all that counts, before memory is recorded, as plans cannot be made meanwhile.
+    training = build() if "step_peak" in columns else None
     figures = Figures()
     with recording_marks(device, SeenMarks) as memory:
         training = training or build()
@@ -88,7 +86,7 @@ def examine(
         held, seen = training.engine.held(training.model, training.optimizer), set[int]()
         for name, tensors in zip(("parameter", "gradient", "state"), held):
             figures[f"{name}_bytes"] = storage_bytes(tensors, seen)
-        if hashed:
+        if "hash" in columns:
             of_step = enumerate([torch.tensor(loss), *held.gradients])
             figures["hash"] = fingerprint((str(number), value) for number, value in of_step)
             figures["buffer_hash"] = fingerprint(training.model.named_buffers())

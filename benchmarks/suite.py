@@ -11,14 +11,15 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import yaml
 from pydantic import BeforeValidator, Field, create_model
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Found, MeasuredJob, Row
+from benchmarks.pictures import Lines, draw_bars
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import (
@@ -41,13 +42,11 @@ from hvd_ckpt.app.compare.runner.settings import (
 )
 from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating
 from hvd_ckpt.app.training.field_types import Count
-from hvd_ckpt.utils.named import import_named
 
 Compared = str | Callable[[Row, Sequence[Row]], Any]
 """An engine, to which the time of a step is a ratio, or from a row and all rows to a value: quartiles, a number or a text."""
 Place = tuple[Sequence[str], Sequence[str]]
 
-WORKER = "benchmarks.worker:measure"
 STEP = "step ms: median over rounds, quartiles in brackets; a step ends when the slowest rank's does. "
 ALONE = "Jobs alternate: A B C, then C B A."
 TOGETHER = "All engines are in the same processes and take turns step by step: A B C, then C B A."
@@ -77,7 +76,7 @@ class Suite:
     """Cases, what is measured of them, and how they are shown.
 
     Attributes:
-        engines: by name; those that name the suite themselves follow.
+        engines: by name.
         workloads: by name.
         columns: names in :data:`benchmarks.probes.PROBES`, or columns of figures that the suite's own worker finds.
         against: further columns by title.
@@ -94,9 +93,9 @@ class Suite:
         average: of the steps of a job.
         sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
         within: of a case, the words of a command that runs the launcher, and options of the launcher.
-        worker: what the ranks call instead of :func:`benchmarks.worker.measure`; unless it is ``launched``, what is called here.
+        measure: what the ranks call instead of :class:`benchmarks.worker.Bench`; unless it is ``launched``, what is called here.
             Its engines and workloads are words of its own.
-        draw: pictures of all rows in a folder, in place of bars.
+        lines: a picture in place of bars.
     """
 
     engines: Sequence[str]
@@ -123,9 +122,9 @@ class Suite:
     average: Callable[[list[float]], float] = statistics.median
     sound: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: True
     within: Callable[[Case], Place] = lambda case: ((), ())
-    worker: str = WORKER
+    measure: Callable[[MeasuredJob], list[Found]] | None = None
     launched: bool = True
-    draw: Callable[[Path, Sequence[Row]], list[str]] | None = None
+    lines: Lines | None = None
 
     def command(self, name: str, help: str) -> click.Command:
         """``python -m benchmarks NAME``; the first line of its help is the title of the report."""
@@ -136,52 +135,49 @@ class Suite:
     def settings(self) -> type[BenchSettings]:
         """What the command line says: the options of all suites, and the axes of this one."""
 
-        def names(*known: Any, **find: Any) -> Any:
-            return Annotated[tuple[str, ...], names_of(*known, **find)]
+        fields: dict[str, Any] = {}
 
-        engines, whose = names(self.engines), ""
-        if self.worker == WORKER:
-            engines = names(find="benchmarks.engines:find_engine")
-            whose = ", or module:Class of your own; by default also those that name the suite themselves"
-        options: dict[str, tuple[Any, str, Any]] = {
-            "np": (Annotated[tuple[int, ...], numbers_of("ranks")], "Numbers of ranks.", self.np),
-            "controller": (
-                Controllers if self.launched else names(CONTROLLERS),
-                "What starts the ranks.",
-                self.controllers,
-            ),
-            "workloads": (names(self.workloads), "What is trained.", ",".join(self.workloads)),
-            "engines": (engines, f"Engines{whose}.", ",".join(self.engines)),
-        }
+        def option(name: str, kind: Any, help: str, default: Any) -> None:
+            extra = {"quick": self.quick[name]} if name in self.quick else None
+            fields[name] = (kind, Field(default, description=help, json_schema_extra=extra))
+
+        def names(name: str, help: str, known: Sequence[str], default: str = "", find: str = "") -> None:
+            kind = Annotated[tuple[str, ...], names_of(None if find else known, find)]
+            option(name, kind, help, default or ",".join(known))
+
+        option("np", Annotated[tuple[int, ...], numbers_of("ranks")], "Numbers of ranks.", self.np)
+        if self.launched:
+            option("controller", Controllers, "What starts the ranks.", self.controllers)
+        else:
+            names("controller", "What starts the ranks.", CONTROLLERS, self.controllers)
+        names("workloads", "What is trained.", self.workloads)
+        if self.measure is None:
+            find = "benchmarks.engines:find_engine"
+            names("engines", "Engines, or module:Class of your own.", self.engines, find=find)
+        else:
+            names("engines", "Engines.", self.engines)
         for name, axis in self.axes.items():
-            options[name] = (names(axis.values), axis.help, axis.default or ",".join(axis.values))
+            names(name, axis.help, axis.values, axis.default)
         if self.rounds > 1:
-            rounds = "Steps in turn." if self.together else "Jobs per engine, alternating."
-            options["rounds"] = (Count, rounds, self.rounds)
+            help = "Steps in turn." if self.together else "Jobs per engine, alternating."
+            option("rounds", Count, help, self.rounds)
         if self.launched:
             if not self.together:
-                options["steps"] = (Count, "Timed steps per job.", self.steps)
-            options["device"] = (Device, OF_DEVICE, "cpu")
-            options["timeout"] = (Seconds, "Seconds for one job.", 600.0)
-        given = "Sizes of the workloads in place of the suite's, such as batch=16,layers=4."
-        options["set"] = (Annotated[dict[str, Any] | None, BeforeValidator(_sizes)], given, None)
-        quick = "Few ranks, few rounds, small models: whether it works, not how fast it is."
-        options["quick"] = (bool, quick, False)
-        fields: dict[str, Any] = {
-            name: (
-                kind,
-                Field(
-                    default,
-                    description=help,
-                    json_schema_extra={"quick": self.quick[name]} if name in self.quick else None,
-                ),
-            )
-            for name, (kind, help, default) in options.items()
-        }
+                option("steps", Count, "Timed steps per job.", self.steps)
+            option("device", Device, OF_DEVICE, "cpu")
+            option("timeout", Seconds, "Seconds for one job.", 600.0)
+        sizes = Annotated[dict[str, Any] | None, BeforeValidator(_sizes)]
+        option(
+            "set", sizes, "Sizes of the workloads in place of the suite's, such as batch=16,layers=4.", None
+        )
+        option(
+            "quick", bool, "Few ranks, few rounds, small models: whether it works, not how fast it is.", False
+        )
         return create_model("Settings", __base__=BenchSettings, **fields)
 
     def cases(self, settings: Any) -> Iterator[Case]:
         """The cases of these settings, with the options and the sizes of this suite."""
+        self._check_sizes(settings)
         axes = [getattr(settings, name) for name in self.axes]
         places = itertools.product(settings.np, settings.controller, settings.workloads, *axes)
         for (size, controller, name, *words), engine in itertools.product(places, settings.engines):
@@ -190,22 +186,31 @@ class Suite:
             if self.keeps(case):
                 yield dataclasses.replace(case, options=dict(self.options(case)))
 
+    def _check_sizes(self, settings: Any) -> None:
+        from benchmarks.workloads import WORKLOADS
+
+        for name, (option, value) in itertools.product(settings.workloads, (settings.set or {}).items()):
+            known = WORKLOADS[name].sizes if self.measure is None else self.sizes.get(name, {})
+            if option not in known:
+                raise BadArgument(f"--set {option}: the sizes of {name} are {', '.join(known)}")
+            kind = type(known[option])
+            if type(value) is not kind and (kind, type(value)) != (float, int):
+                raise BadArgument(f"--set {option}={value}: give such as {option}={known[option]}")
+
     def run(self, run: BenchRun, settings: Any, title: str) -> None:
         """Runs all jobs, saves the report before each, prints it."""
-        from benchmarks.engines import engines_for, find_engine
+        from benchmarks.engines import find_engine
 
         check_devices(getattr(settings, "device", "cpu"), max(settings.np))
         remarks: list[str] = []
-        if self.worker == WORKER:
-            if settings.engines == tuple(self.engines):
-                settings = settings.model_copy(
-                    update={"engines": (*settings.engines, *engines_for(run.name))}
-                )
+        if self.measure is None:
             reasons = {engine: find_engine(engine).unavailable() for engine in settings.engines}
             remarks += [f"{engine} is left out: {why}" for engine, why in reasons.items() if why]
             here = tuple(engine for engine, why in reasons.items() if not why)
             settings = settings.model_copy(update={"engines": here})
         rows = [Row(case) for case in self.cases(settings)]
+        if not rows:
+            raise BadArgument("; ".join(["there is nothing to measure with these options", *remarks]))
         report = functools.partial(self.report, run, settings, title, rows, remarks)
         turns = list(self.turns(rows, getattr(settings, "rounds", 1)))
         with run.progress(len(turns)) as show:
@@ -234,7 +239,6 @@ class Suite:
 
     def job(self, run: BenchRun, settings: Any, number: int, name: str, rows: Sequence[Row]) -> Iterator[str]:
         """Runs a job, and adds what it finds to its rows; says what has failed."""
-        from benchmarks.worker import MeasuredJob
         from hvd_ckpt.processes.runtime import threads_per_rank
 
         case = rows[0].case
@@ -249,7 +253,9 @@ class Suite:
         )
         within, options = self.within(case)
         try:
-            if self.launched:
+            if self.measure is not None and not self.launched:
+                ranks = [self.measure(job)]
+            else:
                 ranks = jobs.run_job(
                     job,
                     list[dict[str, Any]],
@@ -260,9 +266,7 @@ class Suite:
                     within=within,
                     options=options,
                 )
-            else:
-                ranks = [import_named("function", self.worker)(job)]
-        except (jobs.JobError, RuntimeError) as error:
+        except (jobs.JobError, RuntimeError, ValueError, ArithmeticError) as error:
             why = str(error) if isinstance(error, jobs.JobError) else jobs.reason(error)
             for row in rows:
                 row.failure = why
@@ -278,7 +282,6 @@ class Suite:
         self, run: BenchRun, settings: Any, title: str, rows: Sequence[Row], remarks: list[str]
     ) -> Report:
         """The report of all rows so far."""
-        from benchmarks.pictures import draw_bars
         from benchmarks.probes import NOTES, PROBES
         from hvd_ckpt.processes.runtime import threads_per_rank
 
@@ -332,7 +335,7 @@ class Suite:
             notes=notes,
             remarks=remarks,
             draw=lambda folder: (
-                self.draw(folder, rows) if self.draw else draw_bars(folder, rows, shown, peak)
+                self.lines.draw(folder, rows) if self.lines else draw_bars(folder, rows, shown, peak)
             ),
         )
 

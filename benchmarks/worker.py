@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hvd_ckpt as hc
-from benchmarks.case import Case
+from benchmarks.case import Case, Found, MeasuredJob
 from benchmarks.engines import find_engine
 from benchmarks.probes import AFTER_EXAMINED, AFTER_TIMED, EXAMINED, examine
 from benchmarks.suites import find_suite
 from benchmarks.workloads import RandomBatch, workload
 from hvd_ckpt.app.compare.cells import Cell, Recompute, RecomputedLayer
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
-from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device, reason
+from hvd_ckpt.app.compare.runner.jobs import own_device, reason
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.training.optim import Schedule
 from hvd_ckpt.utils.measure import now
-
-Found = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class MeasuredJob(RankJob):
-    """Cases of a suite on the same ranks.
-
-    Attributes:
-        suite: its name.
-        cases: in this order.
-        steps: that are timed of each case.
-        seed: of the weights and the samples.
-        device: ``cpu`` or ``cuda``.
-    """
-
-    ends_at_once = True  # the orderly end of several engines in one process takes long
-
-    suite: str
-    cases: tuple[Case, ...]
-    steps: int
-    seed: int
-    device: str
-
-    @property
-    def worker(self) -> str:
-        return find_suite(self.suite).worker
 
 
 class Training:
@@ -60,22 +31,20 @@ class Training:
 
     Args:
         case, job: what is trained, and how.
-        base: a model whose parameters and buffers the model shares, for engines that share.
 
     Attributes:
         engine, model, optimizer: of the case.
-        bare: the model as it was made.
         model_bytes: of all parameters.
         parts: the micro-batches of this step.
         steps: taken so far; ``last_loss``: of the last one.
     """
 
-    def __init__(self, case: Case, job: MeasuredJob, base: nn.Module | None = None) -> None:
+    def __init__(self, case: Case, job: MeasuredJob) -> None:
         options = dict(case.options)
         self._passes, recompute = options.pop("passes", 1), options.pop("recompute", False)
         self.workload: RandomBatch = workload(case.workload, case.sizes)
         self.engine = find_engine(case.engine)(**options)
-        self.engine.device = device = own_device(job.device)
+        self.engine.device = own_device(job.device)
         self.engine.start(job.folder)
         self._job, self.steps, self.last_loss = job, 0, 0.0
         suite = find_suite(job.suite)
@@ -83,8 +52,7 @@ class Training:
         self.parts = self.batches(0)
         self.engine.example = self.parts[0]
         torch.manual_seed(job.seed + 1)
-        bare: Any = base if base is not None and self.engine.shares else self.workload.model().to(device)
-        self.bare, model = bare, twin(bare) if self.engine.shares else bare
+        model: Any = self.workload.model().to(self.engine.device)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if recompute:
             way = Recompute(Cell(case.workload, "non-reentrant", 1), self.engine)
@@ -135,12 +103,6 @@ class Training:
         return now(self.engine.device) - start
 
 
-def twin(model: nn.Module) -> Any:
-    """A copy of the modules that shares parameters and buffers with the original: wrapping one leaves the other as it was."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
 class Bench:
     """All cases of a job on one rank: each is timed, or all in turn, and then examined: a profiler slows down what follows."""
 
@@ -148,7 +110,6 @@ class Bench:
         self.job, self.suite = job, find_suite(job.suite)
         self.found: list[Found] = [{"seconds": []} for _ in job.cases]
         self._trainings: dict[int, Training] = {}
-        self._bases: dict[str, nn.Module] = {}
 
     def run(self) -> None:
         """All cases. Of those that are together, what fails on any rank is left out on all of them; else an error ends the job."""
@@ -174,15 +135,8 @@ class Bench:
                 self._on_all(self._examine, number)
                 gc.collect()
 
-    def _build(self, number: int) -> Training:
-        case = self.job.cases[number]
-        training = Training(case, self.job, self._bases.get(case.workload))
-        if training.engine.shares:
-            self._bases.setdefault(case.workload, training.bare)
-        return training
-
     def _start(self, number: int) -> None:
-        self._trainings[number] = training = self._build(number)
+        self._trainings[number] = training = Training(self.job.cases[number], self.job)
         for _ in range(self.suite.warm_up):
             training.step()
 
@@ -193,11 +147,8 @@ class Bench:
                 self.found[number] |= measure(training)
 
     def _examine(self, number: int) -> None:
-        # Models that share their weights are not built anew, and plans cannot be made while memory is recorded.
-        shares = find_engine(self.job.cases[number].engine).shares
-        build = functools.partial(self._build, number)
-        hashed = "hash" in self.suite.columns
-        training, figures = examine(build, own_device(self.job.device), shares, hashed)
+        build = functools.partial(Training, self.job.cases[number], self.job)
+        training, figures = examine(build, own_device(self.job.device), self.suite.columns)
         for column, measure in AFTER_EXAMINED.items():
             if column in self.suite.columns:
                 figures |= measure(training)
@@ -205,7 +156,9 @@ class Bench:
 
     def _on_all(self, work: Callable[[int], None], number: int) -> bool:
         """Does something with a case; whether no rank has failed."""
-        self.job.tell("case", case=number)  # a job of which nothing is heard for long is taken for one that hangs
+        self.job.tell(
+            "case", case=number
+        )  # a job of which nothing is heard for long is taken for one that hangs
         if not self.suite.together:
             work(number)
             return True
@@ -234,7 +187,9 @@ def frozen() -> Iterator[None]:
 
 
 def measure(job: MeasuredJob) -> list[Found]:
-    """For each case its figures: ``seconds`` of each timed step, those of the probes by name, and maybe a ``failure``."""
+    """What this rank finds of each case."""
+    if (own := find_suite(job.suite).measure) is not None:
+        return own(job)
     bench = Bench(job)
     bench.run()
     return bench.found

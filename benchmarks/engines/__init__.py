@@ -1,12 +1,8 @@
-"""Engines beside those of the comparison: every module here has a dict ``ENGINES`` of names and classes.
-
-A class whose ``suites`` name a suite is one of its engines without being asked for.
-"""
+"""Engines beside those of the comparison: every module here has a dict ``ENGINES`` of names and classes."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 
@@ -15,7 +11,7 @@ from hvd_ckpt.app.compare.runner.engine import Engine
 
 
 @cache
-def engines() -> Mapping[str, type[Engine]]:
+def engines() -> dict[str, type[Engine]]:
     """All engines by name."""
     found = dict(shared.ENGINES)
     for module in pkgutil.iter_modules(__path__):
@@ -30,8 +26,3 @@ def find_engine(name: str) -> type[Engine]:
         ValueError: the name is unknown, or ``module:Class`` is not an engine.
     """
     return shared.find_engine(name, engines())
-
-
-def engines_for(suite: str) -> list[str]:
-    """The engines that are in a suite by their own word."""
-    return [name for name, engine in engines().items() if suite in engine.suites]

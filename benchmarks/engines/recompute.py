@@ -1,6 +1,6 @@
 """Ways to recompute, in one process: what PyTorch offers, a DenseNet checkpointed in its layers, and this library's plans.
 
-All have the parameters of one model, begin each step with the same random state and buffers, and never update.
+All begin each step with the same parameters, random state and buffers, and never update.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ ATTENTION = {
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 EXPENSIVE = {*ATTENTION, *MATMULS, aten.convolution.default, aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default}  # fmt: skip
 
-_starts: dict[int, Tensor] = {}  # of buffers, by address: what they were before the first step
-_planners: dict[int, Any] = {}  # by the address of a model's first parameter
-_plans: dict[tuple[int, Any], Any] = {}  # and by the way whose peak they have
+_planners: dict[str, Any] = {}  # by the workload
+_plans: dict[tuple[str, Any], Any] = {}  # and by the way whose peak they have
 
 
 class Calls(nn.Module):
@@ -57,12 +56,10 @@ class Calls(nn.Module):
 class Recomputation(OneProcess):
     """A ``way`` to recompute: a function that takes a chain of blocks, which it may change, to what runs it."""
 
-    shares = True
     defaults: ClassVar[dict[str, Any]] = {"way": lambda model: model}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        for buffer in model.buffers():
-            _starts.setdefault(buffer.data_ptr(), buffer.clone())
+        self._starts = [buffer.clone() for buffer in model.buffers()]
         return Calls(model, self.recomputing(model)), optimizer
 
     def recomputing(self, model: Any) -> Forward:
@@ -72,8 +69,8 @@ class Recomputation(OneProcess):
     def prepare(self, model: nn.Module) -> None:
         torch.manual_seed(0)
         with torch.no_grad():
-            for buffer in model.buffers():
-                buffer.copy_(_starts[buffer.data_ptr()])
+            for buffer, start in zip(model.buffers(), self._starts):
+                buffer.copy_(start)
         # Gradients stay, so that they belong to what a step begins with and not to its peak.
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -93,13 +90,12 @@ class Planned(Recomputation):
         from hvd_ckpt.planning.planner import Planner
 
         inputs, targets = self.example
-        first = next(model.parameters()).data_ptr()
-        if first not in _planners:
-            _planners[first] = Planner(model, inputs, loss=lambda output: self.workload.loss(output, targets))
-        if (first, self.options["way"]) not in _plans:
-            budget = self.options.get("budget") or self._peak(model)
-            _plans[first, self.options["way"]] = _planners[first].plan(budget)
-        applied: Forward = _plans[first, self.options["way"]].apply(model)
+        name, way = repr(self.workload), self.options["way"]
+        if name not in _planners:
+            _planners[name] = Planner(model, inputs, loss=lambda output: self.workload.loss(output, targets))
+        if (name, way) not in _plans:
+            _plans[name, way] = _planners[name].plan(self.options.get("budget") or self._peak(model))
+        applied: Forward = _plans[name, way].apply(model)
         return applied
 
     def _peak(self, model: nn.Module) -> int:

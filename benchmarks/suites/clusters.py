@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Row, figure
-from benchmarks.pictures import Line, draw_lines
+from benchmarks.case import Case, Found, Row, figure
+from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Axis, Suite
-from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction.computation import counted
@@ -31,11 +29,7 @@ CLUSTER = {
     "local": 8,
     "local_link": 2400.0,
 }  # samples of a rank; Gbit/s of a rank
-
-
-def predict(job: MeasuredJob) -> list[Found]:
-    """What comes of each case."""
-    return [predicted(case) for case in job.cases]
+LINKS = ("25", "400")
 
 
 def predicted(case: Case) -> Found:
@@ -78,20 +72,14 @@ def layouts_of(tflops: float, shape: tuple[tuple[str, Any], ...]) -> tuple[Layou
     return Layouts(model, 1, 0, 1, Network(), sample, tflops=tflops), ideal
 
 
-def draw(folder: Path, rows: Sequence[Row]) -> list[str]:
+def points(row: Row, rows: Sequence[Row]) -> Iterator[Point]:
     """Efficiency by the number of ranks: of the fastest layout, and dashed of the fastest in which each rank is a replica."""
-    panels: dict[str, list[Line]] = {}
-    links = list(dict.fromkeys(row.case.at["link"] for row in rows))
-    for model in dict.fromkeys(row.case.workload for row in rows):
-        lines = panels.setdefault(f"{model}, predicted", [])
-        for number, link in enumerate(links):
-            own = [row for row in rows if (row.case.workload, row.case.at["link"]) == (model, link)]
-            for name, what, linestyle in (("", "", "-"), ("alone_", ", each rank a replica", "--")):
-                found = {row.case.np: row.over(f"{name}efficiency") for row in own}
-                values = {ranks: value for ranks, value in found.items() if value is not None}
-                style = {"label": f"{link} Gbit/s{what}", "color": f"C{number}", "marker": "o"}
-                lines.append(Line(values, {**style, "linestyle": linestyle}))
-    return draw_lines(folder / "clusters.png", panels, "ranks", "efficiency", doubling=True)
+    link = row.case.at["link"]
+    for name, what, linestyle in (("", "", "-"), ("alone_", ", each rank a replica", "--")):
+        value = row.over(f"{name}efficiency")
+        if value is not None:
+            style = {"color": f"C{LINKS.index(link)}", "marker": "o", "linestyle": linestyle}
+            yield Point(f"{row.case.workload}, predicted", f"{link} Gbit/s{what}", row.case.np, value, style)
 
 
 clusters = Suite(
@@ -105,7 +93,7 @@ clusters = Suite(
         figure("each rank a replica", "alone_layout"),
         figure("efficiency of that", "alone_efficiency", ".0%"),
     ),
-    axes={"link": Axis("Gbit/s of a host.", ("25", "400"))},
+    axes={"link": Axis("Gbit/s of a host.", LINKS)},
     sizes={
         "gpt-1.3b": {**CLUSTER, "memory": 40, **GPT, "width": 2048, "heads": 16, "layers": 24},
         "gpt-13b": {**CLUSTER, "memory": 80, **GPT, "width": 5120, "heads": 40, "layers": 40},
@@ -116,8 +104,8 @@ clusters = Suite(
     rounds=1,
     quick={"np": "8", "workloads": "gpt-1.3b"},
     launched=False,
-    worker="benchmarks.suites.clusters:predict",
-    draw=draw,
+    measure=lambda job: [predicted(case) for case in job.cases],
+    lines=Lines(points, y="efficiency"),
     notes=(
         "efficiency: computation without recomputation, as a part of a step. limit: what takes more than 15 % of a step.",
         "Every rank adds samples, so that the global batch grows with them.",

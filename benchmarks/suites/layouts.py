@@ -11,10 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.case import Case, figure
+from benchmarks.case import Case, Found, MeasuredJob, figure
 from benchmarks.suite import Axis, Suite
 from benchmarks.suites.scale_on_hosts import hosts
-from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_for
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.trial import Trial, compared
@@ -130,7 +129,7 @@ layouts = Suite(
     rounds=1,
     together=True,
     within=hosts,
-    worker="benchmarks.suites.layouts:measure",
+    measure=measure,
     notes=(
         "of best: seconds of a step of the chosen layout as a ratio to those of the fastest, each the least of several runs in "
         "turn. predicted: the same of the layout that is fastest by prediction, without trials. of memory: its measured peak as a "

@@ -1,6 +1,6 @@
 """Time a step and measure its peak with this library's plans and with everything else that recomputes.
 
-Each way has a plan beside it whose budget is the peak of that way. All run in one process, step by step in turn, on the same
+Each way has a plan beside it whose budget is the peak of that way. All run in one process, step by step in turn, on equal
 parameters. Run it on a machine that does nothing else.
 """
 

@@ -7,17 +7,15 @@ names all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.case import Case, Row, figure, ratio_to
-from benchmarks.pictures import Line, draw_lines
+from benchmarks.case import Case, Found, Row, figure, ratio_to
+from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Suite
-from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.report import in_mib
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
@@ -68,11 +66,6 @@ def split_of(case: Case) -> TrainingLayout:
     return TrainingLayout(
         case.np, stages=stages, tensor=parts, micro_batches=micro_batches, every=sizes["every"]
     )
-
-
-def predict(job: MeasuredJob) -> list[Found]:
-    """What comes of each case."""
-    return [predicted(case) for case in job.cases]
 
 
 def predicted(case: Case) -> Found:
@@ -141,19 +134,16 @@ def start(way: str, model: nn.Module, network: Network, ranks: int) -> float:
     return processes + 2 * objects + network.agreement(ranks).seconds + copies * weights
 
 
-def draw(folder: Path, rows: Sequence[Row]) -> list[str]:
+def points(row: Row, rows: Sequence[Row]) -> Iterator[Point]:
     """Efficiency, and seconds of communication, by the number of ranks."""
-    ways = dict.fromkeys(row.case.engine for row in rows)
-    panels: dict[str, list[Line]] = {"efficiency": [], "communicating": []}
-    for name, lines in panels.items():
-        for number, way in enumerate(ways):
-            style = {"label": WAYS[way], "color": f"C{number % 10}", "marker": "o"}
-            style["linestyle"] = "--" if way in BASELINES else "-"
-            own = {row.case.np: row.over(name) for row in rows if row.case.engine == way and row.figures}
-            lines.append(Line(own, style))
-    return draw_lines(
-        folder / "scale.png", panels, "ranks", shared=False, doubling=True, log=["communicating"]
-    )
+    way = row.case.engine
+    style = {
+        "color": f"C{[*WAYS].index(way) % 10}",
+        "marker": "o",
+        "linestyle": "--" if way in BASELINES else "-",
+    }
+    for name in ("efficiency", "communicating") if row.figures else ():
+        yield Point(name, WAYS[way], row.case.np, row.over(name), style)
 
 
 scale = Suite(
@@ -173,8 +163,8 @@ scale = Suite(
     rounds=1,
     quick={"np": "8,1024"},
     launched=False,
-    worker="benchmarks.suites.scale:predict",
-    draw=draw,
+    measure=lambda job: [predicted(case) for case in job.cases],
+    lines=Lines(points, shared=False, log=["communicating"]),
     notes=(
         "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
         "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",

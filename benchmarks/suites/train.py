@@ -6,10 +6,106 @@ machine that does nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
 
-from benchmarks.case import Row
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+from benchmarks.case import Case, Found, MeasuredJob, Row
 from benchmarks.suite import Axis, Suite
+from benchmarks.worker import frozen
+from hvd_ckpt.app.compare.training import fingerprint
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.optim import Schedule, build_optimizer
+from hvd_ckpt.app.training.trainer import Trainer
+from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.objectives import Objective
+from hvd_ckpt.data.sampler import DistributedSampler, Loader
+
+LOG_EVERY = 10  # steps
+
+
+def by_hand(
+    config: Config, model: nn.Module, objective: Objective, data: Dataset, after_step: Callable[[], None]
+) -> None:
+    """The loop that an engineer writes for one model, with this library's calls and nothing of the trainer. It writes nothing.
+
+    A step sets the learning rate, clears the gradients, sums the number of terms over the ranks, runs each micro-batch forward and
+    backward with its share of the terms, reduces, clips, and steps. Every ``log_every`` steps it reads the loss.
+
+    Args:
+        config: the settings that this loop knows: batch, accumulate, seed, lr, schedule, clip, optimizer, log_every, steps.
+        model: trained in place.
+    """
+    assert config.steps is not None and config.clip is not None
+    schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
+    if isinstance(model, nn.Sequential):
+        hc.seed_blocks(model)
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    bare = build_optimizer(config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options)
+    optimizer = hc.DistributedOptimizer(bare, named_parameters=model.named_parameters())
+    hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    losses = []
+    sampler = DistributedSampler(data, seed=config.seed)
+    with Loader(data, sampler, config.batch, hc.rank(), hc.size()) as loader:
+        for step, (batch, _) in zip(range(config.steps), loader):
+            parts = batch.split(config.accumulate)
+            terms = [objective.weight(part) for part in parts]
+            total = torch.tensor([sum(terms)], dtype=torch.float64)
+            if hc.size() > 1:
+                total = hc.allreduce(total, op=hc.Sum, name="by_hand.terms")
+            # Gradients are averaged over the ranks, so each rank scales its own by their number: the sum over all terms remains.
+            factor = hc.size() / total.item()
+            schedule.apply(optimizer, step)
+            optimizer.zero_grad()
+            mean = torch.zeros(())
+            for part, own in zip(parts, terms):
+                loss = objective.loss(model(*part.inputs, **part.shared), part)
+                mean += loss.detach() * (own / sum(terms))
+                (loss * (own * factor)).backward()  # type: ignore[no-untyped-call]
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if (step + 1) % config.log_every == 0:
+                losses.append(mean.item())
+            after_step()
+
+
+def measured(job: MeasuredJob, case: Case) -> Found:
+    """The seconds of the steps, each from the end of the one before to its own, and a hash of the weights.
+
+    A step of the trainer spans also batches from its loader, counting, the schedule and the log.
+    """
+    hc.init()
+    config = Config(
+        model=case.workload,
+        accumulate=int(case.at["accumulate"]),
+        batch=case.sizes["batch"],
+        steps=train.warm_up + job.steps + 2,  # the trainer tells of the end of all but the last
+        validation_split=0.0,
+        clip=1.0,
+        log_every=LOG_EVERY,
+        device="cpu",
+        output=str(job.folder / f"{case.workload}-{case.at['accumulate']}"),
+    )
+    model, objective, data, _ = assemble(config)
+    ends: list[float] = []
+    run = (
+        Trainer(config, model, objective, data).run
+        if case.engine == "trainer"
+        else functools.partial(by_hand, config, model, objective, data)
+    )
+    with frozen():
+        run(lambda: ends.append(time.perf_counter()))
+    seconds = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    found = {"hash": fingerprint(model.state_dict().items())}
+    return {"seconds": seconds[train.warm_up :][: job.steps], **found}
 
 
 def same_weights(row: Row, rows: Sequence[Row]) -> str | None:
@@ -29,13 +125,12 @@ train = Suite(
     steps=40,
     quick={"rounds": 1, "steps": 4, "workloads": "gpt-tiny"},
     sound=lambda row, rows: same_weights(row, rows) != "no",
-    worker="benchmarks.loops:measure",
+    measure=lambda job: [measured(job, case) for case in job.cases],
     notes=(
         "trainer: Trainer.run as it is, with its loader, schedule, micro-batches, report, log file and a log entry over all ranks "
         "every 10 steps; no evaluation.",
-        "by-hand: the same calls of the library, data set and model: batches in the stream's order, prepared two ahead in one "
-        "thread; learning rate from the schedule, zero_grad, one sum of the number of terms over the ranks, forward pass, loss and "
-        "backward pass of each micro-batch weighed by its terms, synchronize, clip_grad_norm_, step; loss.item() as often as the "
-        "trainer logs. It writes and prints nothing.",
+        "by-hand: the same calls, loader, data set and model: learning rate from the schedule, zero_grad, one sum of "
+        "the number of terms over the ranks, forward pass, loss and backward pass of each micro-batch weighed by its terms, "
+        "synchronize, clip_grad_norm_, step; loss.item() as often as the trainer logs. It writes and prints nothing.",
     ),
 )

@@ -42,6 +42,7 @@ BENCH = [
     ("recompute --engines half", "--engines: no engine 'half'"),
     ("scale --np 12", "--np 12: give numbers up to local=8"),
     ("shard --stage 4", "--stage: '4'"),
+    ("shard --stage 3 --engines ddp", "nothing to measure"),
     ("shard --wire fp8", "--wire: 'fp8'"),
     ("snapshots --output empty", "--output: "),
     ("replicas --engines pull", "--engines: 'pull'"),
@@ -49,6 +50,9 @@ BENCH = [
     ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
     ("train --accumulate 1,8", "--accumulate: '8'"),
     ("local --set batch", "--set: 'batch' has no value"),
+    ("local --set heds=2", "--set heds: the sizes of text are "),
+    ("scale --set links=100", "--set links: the sizes of gpt-1.3b are "),
+    ("scale --set link=fast", "--set link=fast: give such as link=25.0"),
 ]
 
 

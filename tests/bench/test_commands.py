@@ -83,7 +83,7 @@ OWN_SUITE = """'Time mine.'
 from benchmarks.suite import Suite
 
 mine = Suite(
-    engines=("hvd_ckpt",), workloads=("gpt",), columns=("hash",),
+    engines=("hvd_ckpt", "mine"), workloads=("gpt",), columns=("hash",),
     against={"of hvd_ckpt": "hvd_ckpt"}, np="2", rounds=1, steps=1, quick_sizes={"gpt": {"width": 16, "layers": 1}},
 )
 """
@@ -91,7 +91,7 @@ OWN_ENGINE = """
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
 
 class Mine(HvdCkpt):
-    suites = ("mine",)
+    pass
 
 ENGINES = {"mine": Mine}
 """

@@ -57,7 +57,8 @@ def test_the_chosen_layout_is_beside_all_others(run: Run) -> None:
     figures = {name: values[0] for name, values in row["figures"].items()}
     assert figures["of_best"] >= 1 and 0 < figures["of_memory"] <= 1
     assert len(figures["rows"]) > figures["layouts"] > 0
-    assert figures["rows"][0][0] == figures["chosen"]
+    tried = [layout for layout, *_, trial in figures["rows"][: figures["layouts"]] if trial is not None]
+    assert figures["chosen"] in tried
 
 
 def test_layouts_of_clusters_are_predicted(run: Run) -> None:
@@ -67,20 +68,11 @@ def test_layouts_of_clusters_are_predicted(run: Run) -> None:
     assert slow["alone_efficiency"] <= slow["efficiency"]
 
 
-def test_replicas_have_one_hash_on_any_number_of_ranks(run: Run) -> None:
-    """On 1 and 4 ranks, and resumed; over MPI: tests/reduction/test_replicas_launch.py."""
-    runs = ("--workloads", "gpt-fp16,losses", "--np", "4,1")
-    rows = run(bench, "replicas", "--quick", *runs)[1]["results"]
-    losses = {
-        (row["engine"], row["np"]): row["figures"]["losses"][0] for row in rows if row["workload"] == "losses"
-    }
-    assert (
-        losses["whole", 4] == losses["whole", 1] and len(losses["whole", 1]) == len(losses["horovod", 4]) == 4
-    )
-    found = [row for row in rows if row["workload"] == "gpt-fp16"]
-    assert [row["engine"] for row in found].count("resumed") == 2
-    assert len({row["hash"] for row in found}) == 1 and {row["one_hash"] for row in found} == {"yes"}
-    assert found[0]["skipped"] > 0  # the loss scale found an overflow
+def test_replicas_have_the_same_losses_on_any_number_of_ranks(run: Run) -> None:
+    rows = run(bench, "replicas", "--quick", "--np", "4,1")[1]["results"]
+    losses = {(row["engine"], row["np"]): row["figures"]["losses"][0] for row in rows}
+    assert losses["replicas", 4] == losses["replicas", 1] and len(losses["horovod", 4]) == 4
+    assert [row["same_losses"] for row in rows if row["engine"] == "replicas"] == ["yes", "yes"]
 
 
 @with_torch_1f1b

@@ -10,11 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import benchmarks as bench
-from benchmarks.case import Case
+from benchmarks.case import Case, MeasuredJob
 from benchmarks.engines.recompute import Recomputation
 from benchmarks.suites.recompute import recompute
-from benchmarks.worker import MeasuredJob, measure, twin
-from benchmarks.workloads import workload
+from benchmarks.worker import measure
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_planner")
 
@@ -54,14 +53,6 @@ def test_batch_norms_that_run_twice_are_found(tmp_path: Path) -> None:
         buffers["blocks"],
         buffers["layers"],
     )
-
-
-def test_a_twin_shares_parameters_and_buffers_but_no_modules() -> None:
-    model = workload("densenet", recompute.quick_sizes["densenet"]).model()
-    other = twin(model)
-    assert all(one is two for one, two in zip(model.parameters(), other.parameters()))
-    assert all(one is two for one, two in zip(model.buffers(), other.buffers()))
-    assert not set(map(id, model.modules())) & set(map(id, other.modules()))
 
 
 @pytest.mark.launch

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from benchmarks.tensors import tensors_of
 from hvd_ckpt.app.models.densenet import densenet
 from hvd_ckpt.app.models.gpt import gpt
 
@@ -168,9 +167,11 @@ def train(case: Case, shard: str, replicas: int, saved: Path, resume: bool) -> s
         told += [optimizer.replicas.mean(losses), scaler.get_scale()]
     optimizer.replicas.average_buffers()
     digest = hashlib.sha256(str(told).encode())
-    state = optimizer.full_state_dict(all_ranks=True)
-    for tensor in tensors_of([model.state_dict(), state["state"]]):
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    state = optimizer.full_state_dict(all_ranks=True)["state"]
+    moments = [state[number][name] for number in sorted(state) for name in sorted(state[number])]
+    for value in (*model.state_dict().values(), *moments):
+        if isinstance(value, Tensor):
+            digest.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

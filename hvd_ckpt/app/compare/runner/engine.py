@@ -41,8 +41,6 @@ class Engine(ABC):
             empty where no gradient is reduced as a whole.
         checkpoint, grad_scaler: PyTorch's own unless the engine brings another.
         device: of this process; set before :meth:`start`.
-        suites: of ``benchmarks`` whose engines it is one of without being asked for.
-        shares: models of one job may share their parameters, as :meth:`wrap` changes nothing of them.
         workload: what is trained; set by the benchmarks before :meth:`wrap`, as is ``example``, inputs and targets of the first
             batch.
         rank: number of this process, from 0; set by :meth:`start`.
@@ -53,8 +51,6 @@ class Engine(ABC):
     wraps_after_apex: ClassVar[bool] = True
     reduces_by: ClassVar[str] = ""
     defaults: ClassVar[dict[str, Any]] = {}
-    suites: ClassVar[tuple[str, ...]] = ()
-    shares: ClassVar[bool] = False
     workload: Any = None
     example: tuple[Tensor, Tensor]
     checkpoint: Callable[..., Any] = staticmethod(checkpoint)

@@ -58,18 +58,15 @@ class RankJob:
     """Ranks that are started together. Subclasses are frozen dataclasses whose fields JSON can hold.
 
     Attributes:
+        worker: the function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank.
         ends_at_once: a rank whose result is written ends without the orderly end of what it has loaded.
     """
 
+    worker: ClassVar[str]
     ends_at_once: ClassVar[bool] = False
 
     folder: Path
     size: int
-
-    @property
-    def worker(self) -> str:
-        """The function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank."""
-        raise NotImplementedError
 
     @property
     def file(self) -> Path:
