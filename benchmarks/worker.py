@@ -156,9 +156,8 @@ class Bench:
 
     def _on_all(self, work: Callable[[int], None], number: int) -> bool:
         """Does something with a case; whether no rank has failed."""
-        self.job.tell(
-            "case", case=number
-        )  # a job of which nothing is heard for long is taken for one that hangs
+        # A job of which nothing is heard for long is taken for one that hangs.
+        self.job.tell("case", case=number)
         if not self.suite.together:
             work(number)
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -188,6 +189,23 @@ def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokeni
     assert "taken" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "taken"))
     for kind in (CausalText, MaskedText, PermutedText):
         assert "less than two samples" in message(ValueError, lambda kind=kind: kind(Tokens(text), 10_001))
+
+
+def test_no_folder_that_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (tmp_path / "class" / "locked").mkdir(parents=True)
+    for name in ("a.txt", "a.png"):
+        (tmp_path / "class" / name).write_text("a")
+    assert len(Tokens(tmp_path, cache=tmp_path)) == len(ImageFolder(tmp_path, 8)) == 1
+    monkeypatch.setattr(os, "scandir", refusing)
+    for read in (Tokens, lambda folder: ImageFolder(folder, 8)):
+        assert "Permission denied" in message(ValueError, lambda read=read: read(tmp_path))
 
 
 def test_without_a_text_it_is_the_standard_library(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from hvd_ckpt.app.datasets.tokens import visible_files
 from hvd_ckpt.data.dataset import (
     Integers,
     Source,
@@ -140,7 +141,9 @@ class ImageFolder(Images):
     def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:
         try:
             classes = {
-                path.name: _image_files(path)
+                path.name: [
+                    file for file in visible_files(path) if file.suffix.lower() in SUFFIXES and file.is_file()
+                ]
                 for path in sorted(Path(folder).iterdir())
                 if path.is_dir() and not path.name.startswith(".")
             }
@@ -177,11 +180,6 @@ class ImageFolder(Images):
         except Exception as error:  # decoders raise nearly anything for a damaged file
             reason = one_line(str(error)) or type(error).__name__
             raise ValueError(f"cannot decode the image '{file}': {reason}") from None
-
-
-def _image_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:

@@ -161,17 +161,30 @@ def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SU
                 what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
                 raise ValueError(f"the text {what.format(source)}")
             return [source]
-        files = []
-        for parent, folders_, inside in os.walk(source):
-            folders_[:] = [name for name in folders_ if not name.startswith(".")]
-            paths = (Path(parent, name) for name in inside if not name.startswith("."))
-            files += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
+        files = [path for path in visible_files(source) if path.suffix.lower() in suffixes and _is_text(path)]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
     if not files:
         some = ".txt, .md or .py" if suffixes is SUFFIXES else " or ".join(sorted(suffixes))
         raise ValueError(f"the folder '{source}' holds no text: files in it need a suffix such as {some}")
-    return sorted(files, key=lambda path: path.relative_to(source).parts)
+    return files
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """The files at any depth, sorted by path, without hidden ones and those in hidden folders.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    files: list[Path] = []
+    for parent, below, inside in os.walk(folder, onerror=fail):
+        below[:] = [name for name in below if not name.startswith(".")]
+        files += [Path(parent, name) for name in inside if not name.startswith(".")]
+    return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 
 def library_files() -> list[Path]:
