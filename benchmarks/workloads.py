@@ -92,7 +92,12 @@ class Text(RandomBatch):
 
 @cache
 def _windows(text: str, length: int) -> CausalText:
-    return CausalText(Tokens(text or None), length)
+    windows = CausalText(Tokens(text or None), length)
+    if len(windows) <= HELD_OUT:
+        raise ValueError(
+            f"the text has {len(windows)} windows of {length} tokens, and {HELD_OUT} are held out: give more text"
+        )
+    return windows
 
 
 def _continued(generator: torch.Generator, batch: int, length: int, vocabulary: int, **_: Any) -> Sample:

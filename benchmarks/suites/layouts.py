@@ -81,6 +81,8 @@ def sweep(case: Case, config: Config, layouts: Layouts, measuring: float) -> Fou
     found = tried([*fit, *larger], 6)
     ran = sorted((row for row in fit if row in found), key=lambda row: found[row].seconds)
     again = tried(list(dict.fromkeys([*ran[:AGAIN], chosen])), STEPS)
+    if chosen not in again:
+        return {"failure": f"{chosen.layout} was chosen, and does not run"}
     best = min(again, key=lambda row: again[row].seconds)
     predicted = again.get(fit[0]) or found.get(fit[0])
     needs = [found[row].peak for row in larger if row in found]

@@ -16,6 +16,7 @@ from benchmarks.case import Case, Row
 from benchmarks.probes import SeenMarks, storage_bytes
 from benchmarks.suites.pipeline import of_ideal, pipeline
 from benchmarks.suites.shard import STAGES, of_best_peer, shard
+from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.stats import Quartiles
 from hvd_ckpt.utils.memory import recording_marks
 
@@ -80,6 +81,13 @@ def test_pipelines_are_compared_with_what_the_schedule_allows(monkeypatch: pytes
     cases = list(pipeline.cases(settings(pipeline, schedule=("1f1b", "interleaved"), workloads=("gpt",))))
     assert [case.engine for case in cases if case.np == 1] == ["unstaged"]
     assert {case.options["balance"][0] for case in cases if case.at["schedule"] == "interleaved"} == {4}
+
+
+def test_a_text_that_is_too_short_to_be_held_out_from_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a" * 16 * 512)
+    with pytest.raises(ValueError, match="511 windows of 16 tokens, and 512 are held out"):
+        workload("text", {"text": str(text), "length": 16}).draw(0, 0)
 
 
 def test_each_storage_counts_once_and_mapped_files_do_not(tmp_path: Path) -> None:
