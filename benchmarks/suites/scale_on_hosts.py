@@ -17,6 +17,7 @@ from benchmarks import TESTS
 from benchmarks.case import Case, Row
 from benchmarks.suite import Axis, Place, Suite
 from benchmarks.workloads import workload
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes
 from hvd_ckpt.prediction.training_layout import TrainingLayout
@@ -32,6 +33,8 @@ def hosts(case: Case) -> Place:
     """The words of a command that runs the launcher on the first of some hosts, and the launcher's option that names them."""
     if case.at["link"] == "none":
         return (), ()
+    if case.np not in LOCAL:
+        raise BadArgument(f"--np {case.np}: on hosts there are {', '.join(map(str, LOCAL))} ranks")
     helper, local = str(TESTS / "helpers" / "hosts.py"), LOCAL[case.np]
     names = string.ascii_lowercase[: case.np // local]
     words = [sys.executable, helper, str(len(names)), "--link", case.at["link"], case.at.get("delay", "0")]
@@ -82,7 +85,6 @@ scale_on_hosts = Suite(
         "link": Axis("Mbit/s of a host.", ("100", "1000")),
         "delay": Axis("ms by which a frame is late.", ("0", "5"), "0"),
     },
-    keeps=lambda case: case.np in LOCAL,
     sizes={"gpt-recomputed": {"batch": 1, "vocabulary": 1024, "length": 16, "layers": 4}},
     np="1,2,4,8,16",
     rounds=1,

@@ -40,6 +40,7 @@ BENCH = [
     ("recompute --device meta", "'meta'"),
     ("recompute --np 0", "--np: '0'"),
     ("recompute --engines half", "--engines: no engine 'half'"),
+    ("layouts --np 3 --link 100", "--np 3: on hosts there are 1, 2, 4"),
     ("scale --np 12", "--np 12: give numbers up to local=8"),
     ("shard --stage 4", "--stage: '4'"),
     ("shard --stage 3 --engines ddp", "nothing to measure"),
