@@ -48,26 +48,24 @@ class Unstaged(Divided):
     """The whole model on one rank, micro-batch by micro-batch; and the base of all stages.
 
     Args:
-        balance: the number of blocks of each chunk; chunks go to the stages in turn.
+        balance: the number of blocks of each stage.
         micro_batches: of a step.
-        schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
+        schedule: ``gpipe`` or ``1f1b``.
         checkpoint: as in :class:`hvd_ckpt.Pipeline`, for this library.
     """
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         self._run = self.cut(model)
         # The blocks of other stages leave the model.
-        own = [number for blocks in self.chunks().values() for number in blocks]
-        for number in set(range(len(model))) - set(own):
+        for number in set(range(len(model))) - set(self.blocks()):
             model[number] = nn.Module()
         return model, made_again(optimizer, model)
 
-    def chunks(self) -> dict[int, range]:
-        """The chunks of this stage, and the numbers of their blocks."""
+    def blocks(self) -> range:
+        """The numbers of the blocks of this stage."""
         balance: list[int] = self.options["balance"]
-        starts = [sum(balance[:chunk]) for chunk in range(len(balance) + 1)]
-        own = range(self.place, len(balance), self.places)
-        return {chunk: range(starts[chunk], starts[chunk + 1]) for chunk in own}
+        first = sum(balance[: self.place])
+        return range(first, first + balance[self.place])
 
     def cut(self, model: nn.Sequential) -> Callable[[Batch], Tensor | None]:
         """What runs this stage's part of a step, and returns its loss where the stage has it."""
@@ -102,7 +100,6 @@ class Stages(Unstaged):
             options["balance"],
             chunks=options["micro_batches"],
             schedule=options["schedule"],
-            virtual_stages=len(options["balance"]) // self.places,
             checkpoint=options["checkpoint"],
         )
         return lambda batch: pipeline.accumulate(batch, self.workload.loss).loss
@@ -114,21 +111,11 @@ class TorchStages(Unstaged, OnTorch):
     def cut(self, model: nn.Sequential) -> Callable[[Batch], Tensor | None]:
         from torch.distributed import pipelining
 
-        stages: list[Any] = [
-            pipelining.PipelineStage(
-                nn.Sequential(*(model[number] for number in blocks)),
-                chunk,
-                len(self.options["balance"]),
-                self.device,
-            )
-            for chunk, blocks in self.chunks().items()
-        ]
+        blocks = nn.Sequential(*(model[number] for number in self.blocks()))
+        stage = pipelining.PipelineStage(blocks, self.place, self.places, self.device)
         kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-        kind = kinds.get(self.options["schedule"])
-        given = stages if kind is None else stages[0]
-        schedule = (kind or pipelining.ScheduleInterleaved1F1B)(
-            given, self.options["micro_batches"], loss_fn=self.workload.loss
-        )
+        kind = kinds[self.options["schedule"]]
+        schedule = kind(stage, self.options["micro_batches"], loss_fn=self.workload.loss)
         # PyTorch 2.6 cannot leave the outputs out.
         can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
         options: dict[str, Any] = {"return_outputs": False} if can_leave_out else {}

@@ -15,8 +15,6 @@ from benchmarks.suite import Axis, Suite
 from hvd_ckpt.app.compare.runner.stats import quartiles_of_ratios
 
 MICRO_BATCHES = 8
-VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""Chunks of the model on each rank, by schedule."""
 
 
 def keeps(case: Case) -> bool:
@@ -30,7 +28,7 @@ def options(case: Case) -> Mapping[str, Any]:
     """The same cuts for all engines."""
     sizes = tuple(case.sizes.items())
     return {
-        "balance": balance(case.workload, sizes, case.np * VIRTUAL[case.at["schedule"]]),
+        "balance": balance(case.workload, sizes, case.np),
         "micro_batches": MICRO_BATCHES,
         "schedule": case.at["schedule"],
         "checkpoint": case.at["recompute"],
@@ -38,8 +36,8 @@ def options(case: Case) -> Mapping[str, Any]:
 
 
 @functools.cache
-def balance(name: str, sizes: tuple[tuple[str, Any], ...], chunks: int) -> list[int]:
-    """The number of blocks of each chunk, such that all take about as long."""
+def balance(name: str, sizes: tuple[tuple[str, Any], ...], stages: int) -> list[int]:
+    """The number of blocks of each stage, such that all take about as long."""
     import torch
 
     from benchmarks.workloads import workload
@@ -49,7 +47,7 @@ def balance(name: str, sizes: tuple[tuple[str, Any], ...], chunks: int) -> list[
     torch.set_num_threads(1)
     torch.manual_seed(1)
     sample = trained.draw(0, 0)[0].tensor_split(MICRO_BATCHES)[0]
-    found = balance_costs(block_costs("time", trained.model(), sample, seconds=0.2), chunks)
+    found = balance_costs(block_costs("time", trained.model(), sample, seconds=0.2), stages)
     torch.set_num_threads(threads)
     return found
 
@@ -66,13 +64,12 @@ def of_ideal(row: Row, rows: Sequence[Row]) -> Any:
     whole = unstaged(row, rows)
     if whole is None or whole is row:
         return None
-    # A schedule of p ranks with m micro-batches in v chunks each takes m v + p - 1 slots for each direction, of which a rank works
-    # in m v:
+    # A schedule of p ranks with m micro-batches takes m + p - 1 slots for each direction, of which a rank works in m:
     #
-    #     rank 0   F0 F1 F2 F3 -  -  B3 B2 B1 B0       p = 2, m = 4, v = 1: one slot of each direction is idle
+    #     rank 0   F0 F1 F2 F3 -  -  B3 B2 B1 B0       p = 2, m = 4: one slot of each direction is idle
     #     rank 1   -  F0 F1 F2 F3 B3 B2 B1 B0 -
-    size, slots = row.case.np, MICRO_BATCHES * VIRTUAL[row.case.at["schedule"]]
-    ideal = size * slots / (slots + size - 1)
+    size = row.case.np
+    ideal = size * MICRO_BATCHES / (MICRO_BATCHES + size - 1)
     return quartiles_of_ratios([seconds / ideal for seconds in whole.seconds], row.seconds)
 
 
@@ -87,7 +84,7 @@ pipeline = Suite(
     columns=("peak", "sent"),
     against={"of torch-stages": "torch-stages", "of ideal": of_ideal, "peak of unstaged": of_unstaged},
     axes={
-        "schedule": Axis("Schedules.", tuple(VIRTUAL)),
+        "schedule": Axis("Schedules.", ("gpipe", "1f1b")),
         "recompute": Axis("What stages recompute.", ("never", "always")),
     },
     keeps=keeps,
@@ -109,8 +106,7 @@ pipeline = Suite(
     notes=(
         "Every rank has one thread, every stage one replica; all engines have the same cuts, schedule, micro-batches and "
         "optimizer. Unstaged: one rank with the whole model, which runs the same micro-batches one after the other.",
-        "of ideal: how many times faster than the unstaged rank, as a part of p m v / (m v + p - 1) for p ranks, m micro-batches "
-        "and v chunks of the model on each rank (2 with the interleaved schedule, else 1). 1 means that ranks wait no longer "
-        "than the schedule makes them.",
+        "of ideal: how many times faster than the unstaged rank, as a part of p m / (m + p - 1) for p ranks and m micro-batches. 1 "
+        "means that ranks wait no longer than the schedule makes them.",
     ),
 )
