@@ -76,9 +76,8 @@ def predicted(case: Case) -> Found:
     network = Network(
         sizes["local"], controller=case.controller, one_level=bool(sizes["one_level"]), **gigabits, **times
     )
-    model = sizes_of(
-        *(sizes[name] for name in ("tflops", "batch", "vocabulary", "length", "width", "heads", "layers"))
-    )
+    shape = {name: sizes[name] for name in ("vocabulary", "length", "width", "heads", "layers")}
+    model = sizes_of(sizes["tflops"], sizes["batch"], **shape)
     step = model.step(case.engine, split_of(case), network)
     steps = sizes["every"] if case.engine == "local" else 1
     other = case.engine in BASELINES
@@ -92,17 +91,9 @@ def predicted(case: Case) -> Found:
 
 
 @functools.cache
-def sizes_of(
-    tflops: float, batch: int, vocabulary: int, length: int, width: int, heads: int, layers: int
-) -> ModelSizes:
+def sizes_of(tflops: float, batch: int, **shape: Any) -> ModelSizes:
     """The sizes of the model, each layer of which is recomputed; its blocks take as long as their operations."""
-    shape: dict[str, Any] = {
-        "vocabulary": vocabulary,
-        "length": length,
-        "width": width,
-        "heads": heads,
-        "layers": layers,
-    }
+    length, width = shape["length"], shape["width"]
     tokens = batch * length
     with torch.device("meta"):
         model = gpt(**shape, checkpoint_interval=1)
