@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ _kept: list[Any] = []  # of torchft, whose servers must outlive a run
 
 
 class Local(HvdCkpt):
-    """This library's local SGD, by default with an average after every step; buffers stay each rank's own, as with the others."""
+    """This library's local SGD, with an average after ``every`` steps; buffers stay each rank's own, as with the others."""
 
     reduces_by = ""
-    defaults: ClassVar[dict[str, Any]] = {"every": 1}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
@@ -109,7 +108,6 @@ def _diloco(every: int, **options: Any) -> type[Engine]:
 
 
 ENGINES: dict[str, type[Engine]] = {
-    "local": Local,
     **{f"local-{every}": variant(Local, every=every) for every in (10, 50)},
     **{f"diloco-{every}": _diloco(every) for every in (10, 50, 100)},
     "fragments-50": _diloco(50, fragments=4, delay=5),
