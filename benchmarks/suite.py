@@ -221,7 +221,7 @@ class Suite:
                 if group := [row for row in rows_of_job if not row.failure]:
                     remarks += self.job(run, settings, number, name, group)
                 show(name, 1)
-        run.finish(report(), all(not row.failure and self.sound(row, rows) for row in rows))
+        run.finish(report())
 
     def turns(self, rows: Sequence[Row], rounds: int) -> Iterator[tuple[int, str, list[Row]]]:
         """The jobs in their order: number of the round, name and rows. Those of a number of ranks alternate by engine."""
@@ -334,6 +334,7 @@ class Suite:
             facts,
             notes=notes,
             remarks=remarks,
+            success=all(not row.failure and self.sound(row, rows) for row in rows),
             draw=lambda folder: (
                 self.lines.draw(folder, rows) if self.lines else draw_bars(folder, rows, shown, peak)
             ),

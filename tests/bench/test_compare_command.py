@@ -72,10 +72,11 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(run, 
     assert {one["reason"] for one in broken} == {"RuntimeError: no network for you"}
     assert mine["bert", "reentrant"]["difference"] == mine["bert", "none"]["difference"]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "BERT learning masked words" in page and "| bert | reentrant | right |" in page
+    assert "| bert | reentrant | right |" in page
     assert "planted_engines:Absent is absent: it was planted so" in page
     details = (tmp_path / "out" / "details.md").read_text()
     assert "| bert | reentrant x2 | hvd_ckpt | right | equal |" in details
+    assert "BERT learning masked words" in details
 
 
 def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(run, tmp_path):

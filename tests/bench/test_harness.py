@@ -148,7 +148,7 @@ def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, su
     def work(run: BenchRun, settings: Settings) -> None:
         with run.progress(1) as show:
             show("the only part", 1)
-        run.finish(Report("Thing", {}, [Table(("steps",), [(str(settings.steps),)])]), success)
+        run.finish(Report("Thing", {}, [Table(("steps",), [(str(settings.steps),)])], success=success))
 
     thing = bench_command("thing", "Do a thing.", Settings, work)
     folder = tmp_path / "out"

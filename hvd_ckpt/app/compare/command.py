@@ -84,7 +84,7 @@ def run_comparison(run: BenchRun, settings: CompareSettings) -> None:
                 progress(f"{where}{cell}", int(event["event"] == "result"))
 
         report = comparison.run(show)
-    run.finish(report, report.success)
+    run.finish(report)
 
 
 compare = bench_command("compare", HELP, CompareSettings, run_comparison)

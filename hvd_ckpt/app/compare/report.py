@@ -79,7 +79,7 @@ def make_report(
     columns = ("workload", "what is trained", "size", "loss")
     return run.report(
         "Engines compared",
-        [verdicts, *([costs] if large else []), Table(columns, trained, "Workloads", printed=False)],
+        [verdicts, *([costs] if large else [])],
         [
             {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
             for result in results
@@ -87,7 +87,12 @@ def make_report(
         facts,
         remarks=[*remarks, *_reasons(mine)],
         notes=LEGEND,
-        details=[*table_of(DETAILS, results, "Every cell").markdown(), "", *listed(_reasons(results))],
+        details=[
+            *table_of(DETAILS, results, "Every cell").markdown(),
+            "",
+            *listed(_reasons(results)),
+            *Table(columns, trained, "Workloads").markdown(),
+        ],
         draw=lambda folder: [save_figure(draw_verdicts(verdicts), folder / "verdicts.png")],
         data={"right": success, "conclusion": conclusion, "subject": subject, "remarks": remarks},
         conclusion=conclusion,

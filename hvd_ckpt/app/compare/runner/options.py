@@ -90,12 +90,12 @@ class BenchRun:
         report.facts.update({"took": f"{time.monotonic() - self._start:.0f} s", "command": command})
         report.save(self.folder)
 
-    def finish(self, report: Report, success: bool) -> None:
-        """Writes and prints the report, and ends the command with exit status 0 after ``success``, else 1."""
+    def finish(self, report: Report) -> None:
+        """Writes and prints the report, and ends the command with exit status 0 after success, else 1."""
         self.save(report)
         report.print(console_for_tables(WIDTH))
         click.echo(f"Report: {self.folder / 'report.md'}")
-        sys.exit(0 if success else 1)
+        sys.exit(0 if report.success else 1)
 
 
 def bench_command(

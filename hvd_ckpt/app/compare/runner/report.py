@@ -39,7 +39,6 @@ class Table:
             column begins a section.
         style: the rich style of an entry in the terminal.
         mark: the entry as Markdown.
-        printed: whether the table is printed in the terminal, too.
     """
 
     columns: Sequence[str]
@@ -48,7 +47,6 @@ class Table:
     folded: int = 0
     style: Callable[[str], str] = lambda entry: ""
     mark: Callable[[str], str] = lambda entry: entry
-    printed: bool = True
 
     def for_terminal(self) -> rich.table.Table:
         """The table as rich prints it."""
@@ -142,7 +140,7 @@ class Report:
         settings: the options, for programs.
         data: further values for programs, beside the results.
         conclusion: the last line in the terminal, the first on the page.
-        success: whether the conclusion is good; decides its colour.
+        success: decides the exit status, and the colour of the conclusion.
     """
 
     title: str
@@ -161,8 +159,7 @@ class Report:
     def print(self, console: Console) -> None:
         """Prints the tables, the remarks and the facts."""
         for table in self.tables:
-            if table.printed:
-                console.print(table.for_terminal())
+            console.print(table.for_terminal())
         for line in (*self.remarks, *(f"{name}: {value}" for name, value in self.facts.items())):
             console.print(line, highlight=False, markup=False)
         if self.conclusion:
