@@ -91,8 +91,6 @@ from hvd_ckpt.offload.host_memory import (
 )
 from hvd_ckpt.parallel.local_sgd.construction import (
     LocalSGD as LocalSGD,
-)
-from hvd_ckpt.parallel.local_sgd.options import (
     Nesterov as Nesterov,
 )
 from hvd_ckpt.parallel.pipeline import (

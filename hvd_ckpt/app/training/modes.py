@@ -31,8 +31,7 @@ from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.distributed.shard import Shard
-from hvd_ckpt.parallel.local_sgd.construction import LocalSGD
-from hvd_ckpt.parallel.local_sgd.options import Nesterov
+from hvd_ckpt.parallel.local_sgd.construction import LocalSGD, Nesterov
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression

@@ -16,17 +16,34 @@ from hvd_ckpt.collectives.exchange import Exchange, Traffic
 from hvd_ckpt.collectives.formats import wire_format
 from hvd_ckpt.collectives.rows import RowCollectives
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
-from hvd_ckpt.parallel.local_sgd.options import LocalOptions
-from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Run, Segment, split_into_runs
-from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments, block_of
-from hvd_ckpt.parallel.local_sgd.state import AveragesState
+from hvd_ckpt.parallel.local_sgd.runs import (
+    AVERAGES,
+    Fragment,
+    FragmentState,
+    Run,
+    Segment,
+    split_into_runs,
+)
+from hvd_ckpt.parallel.local_sgd.schedule import Schedule, assign_fragments, block_of
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
 from hvd_ckpt.utils.elementwise import COUNTERS
+from hvd_ckpt.utils.states import Count, State, Weight
 
-MOMENT = "moment."
+WEIGHTS, MOMENT = "weights.", "moment."
 
 if TYPE_CHECKING:
+    from hvd_ckpt.parallel.local_sgd.construction import LocalOptions
     from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
+
+
+class AveragesState(State):
+    key: dict[str, Any]
+    step: Count
+    skipped: Count
+    tokens: Weight
+    worked: Count
+    moments: list[str]
+    fragments: list[FragmentState]
 
 
 class Averaging:
@@ -52,7 +69,7 @@ class Averaging:
         groups: Sequence[Sequence[int]],
         prefix: str,
     ) -> None:
-        members, schedule = options.process_set, options.schedule
+        members, schedule = options.process_set, Schedule(options.every, options.fragments, options.delay)
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
@@ -105,7 +122,7 @@ class Averaging:
         # learned since the anchor.
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
-            self._add("weights", placed, make, self._column)
+            self._add(WEIGHTS, placed, make, self._column)
         for name in self._moment_names:
             self._add_moment(name, placed)
 
@@ -120,14 +137,14 @@ class Averaging:
             if buffer.numel() and _is_persistent(model, name)
             if buffer.is_floating_point() or buffer.is_complex()
         ]
-        self._add("buffers", placed, Run, self._everyone)
+        self._add("buffers.", placed, Run, self._everyone)
 
     def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
         segments = [
             (number, dataclasses.replace(segment, value=functools.partial(self._moment, name, segment.like)))
             for number, segment in placed
         ]
-        self._add(f"{MOMENT}{name}", segments, Run, self._column)
+        self._add(f"{MOMENT}{name}.", segments, Run, self._column)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
@@ -144,7 +161,7 @@ class Averaging:
         for fragment in self.fragments:
             of_fragment = (segment for number, segment in placed if number == fragment.number)
             for segments in split_into_runs(of_fragment):
-                run = make(f"{what}.{segments[0].name}", segments, peers)
+                run = make(f"{what}{segments[0].name}", segments, peers)
                 # The first step, before which begin() is called for all runs, is over.
                 if self.step:
                     run.begin()
@@ -188,6 +205,7 @@ class Averaging:
         Returns:
             Whether parameters have changed.
         """
+        self.begin()
         self.step += 1
         self._worked += worked
         # With delay=5, what leaves after step s is added up after step s + 3 and applied after s + 5. Applying comes before
@@ -317,8 +335,9 @@ class Averaging:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if a state is not valid, or not one of this rank."""
         AveragesState.check(state, "the state of local SGD")
-        for (what, ours), theirs in zip(self._key().items(), state["key"].values()):
-            if ours != theirs:
+        found = {**state["key"], "fragments": len(state["fragments"])}
+        for what, ours in self._key().items():
+            if ours != (theirs := found.get(what)):
                 raise ValueError(
                     f"the state of local SGD is one with {what}={theirs}, and this rank has {what}={ours}; at the end of a period, "
                     f"take 'local_sgd' out of the state to begin a new one"
@@ -331,6 +350,10 @@ class Averaging:
                     f"the state of local SGD is one of {', '.join(theirs)}, and this optimizer has {', '.join(ours)}; build the "
                     f"same model and parameter groups"
                 )
+            for name, run in saved["runs"].items():
+                begun = state["step"] and name.startswith(WEIGHTS)
+                if begun and (run.get("anchor") is None or run.get("exact") is None):
+                    raise ValueError(f"the state of local SGD has no anchor of '{name}'")
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from hvd_ckpt.collectives.agreement import errors_on_all, in_order
-from hvd_ckpt.collectives.asynchronous import Collectives, ranks_of
+from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.collectives.exchange import Traffic
 from hvd_ckpt.collectives.process_sets import release
 from hvd_ckpt.parallel.local_sgd.averaging import Averaging
 from hvd_ckpt.parallel.local_sgd.runs import Segment
-from hvd_ckpt.reduction.broadcast import broadcast_tensors
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import StepReduces
+from hvd_ckpt.sharding.construction import start_alike
 
 STATE = "local_sgd"
 
@@ -32,22 +32,12 @@ class LocalOptimizer(_Base):
 
     averaging: Averaging | None = None  # as it stays on ranks that are not in the process set
     members: Any
-    added_sets: Sequence[tuple[int, ...]] = ()
+    added_sets: Sequence[tuple[int, ...]] = ()  # whose process sets close() releases
     worked = _stepped = False  # the last step has used gradients of this rank
     can_join = outlasts_ranks = False
     is_local = True
     has_averaged = False  # in the last step, on all ranks alike
     before_change: Callable[[], None] | None = None  # called before each change by averages
-
-    def begin_averages(self, averaging: Averaging, added_sets: Sequence[tuple[int, ...]]) -> None:
-        """Starts the averages after steps.
-
-        Args:
-            added_sets: ranks of the process sets that :meth:`close` releases.
-        """
-        self.averaging, self.added_sets = averaging, added_sets
-        # By a hook, which sees the gradients: a sharded optimizer has dropped them when its step returns.
-        self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked
 
@@ -146,19 +136,15 @@ class LocalOptimizer(_Base):
             yield
         if not self._stepped:
             self.worked = False
-            if self.averaging is not None:
-                self.averaging.begin()
             self._advance(skipped=True)
 
     def _advance(self, skipped: bool) -> None:
-        averaging = self.averaging
-        if averaging is None:
-            return
-        if self.before_change is not None:
-            self.before_change()
-        averaging.skipped += skipped
-        self.has_averaged = averaging.advance(self.worked and not skipped)
-        self._share_pieces(self.has_averaged)
+        if self.averaging is not None:
+            if self.before_change is not None:
+                self.before_change()
+            self.averaging.skipped += skipped
+            self.has_averaged = self.averaging.advance(self.worked and not skipped)
+            self._share_pieces(self.has_averaged)
 
     def _share_pieces(self, changed: bool) -> None:
         if changed and self.shard_stage:
@@ -175,8 +161,7 @@ class LocalOptimizer(_Base):
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
         named = [given if isinstance(given, tuple) else ("", given) for given in whole]
-        tensors = [parameter for _, parameter in in_order(named, self.known_names)]
-        broadcast_tensors(tensors, ranks_of(self.members)[0], "hvd_ckpt.local.added", self.members)
+        start_alike(in_order(named, self.known_names), None, self.members, "hvd_ckpt.local.added")
         known = {id(segment.owner) for segment in self.segments()}
         super().add_param_group({**param_group, "params": whole})
         self.averaging.add_parameters(
@@ -228,8 +213,8 @@ class LocalOptimizer(_Base):
 
         The optimizer cannot be used afterwards.
         """
-        sets, self.added_sets = self.added_sets, ()
-        release(sets)
+        release(self.added_sets)
+        self.added_sets = ()
 
     def segments(self) -> list[Segment]:
         """This rank's part of each parameter, in an order that is the same on all ranks."""
@@ -268,6 +253,8 @@ def add_averages(distributed: ReducedOptimizer, members: Any) -> LocalOptimizer:
     """The same object, of a class that averages, too, over the ranks of a process set."""
     kind = type(distributed)
     new: Any = distributed
+    # By a hook, which sees the gradients: a sharded optimizer has dropped them when its step returns.
+    new.register_step_post_hook(_note_work)
     # The same object, since its reducer, its shards and the hooks of its parameters refer to it.
     new.__class__ = type(
         kind.__name__, (LocalOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}

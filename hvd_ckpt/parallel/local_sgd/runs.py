@@ -18,6 +18,7 @@ from hvd_ckpt.collectives.formats import FP32, sum_dtype
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
 from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
+from hvd_ckpt.utils.states import Count, OptimizerState, State, Weight
 
 AVERAGES = "the averages of all ranks (each must call optimizer.step() equally often)"
 
@@ -189,8 +190,29 @@ class Run:
         return value.detach().to(self.device, self.dtype, copy=True)
 
 
-KEPT = ("sent_at", "gathering", "weight", "moved", "marks", "squares")
-NOTHING: dict[str, Any] = {"sent": None, "row": None, "gathering": False, "anchor": None, "exact": None}
+class RunState(State):
+    """State of one average of local SGD: what is under way, and of parameters the anchor and the outer optimizer."""
+
+    sent: torch.Tensor | None = None
+    row: torch.Tensor | None = None
+    gathering: bool = False
+    anchor: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    outer: OptimizerState | None = None
+
+
+NOTHING: dict[str, Any] = dict(RunState())
+
+
+class FragmentState(State):
+    sent_at: Count | None
+    gathering: bool
+    weight: Weight
+    marks: tuple[Count, Weight]
+    moved: Weight
+    squares: Weight
+    runs: dict[str, RunState]
 
 
 @dataclass
@@ -225,16 +247,16 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors."""
-        kept = {name: getattr(self, name) for name in KEPT}
-        return {**kept, "runs": {run.name: run.state_dict() for run in self.runs}}
+        state = {name: getattr(self, name) for name in FragmentState.model_fields}
+        return {**state, "runs": {run.name: run.state_dict() for run in self.runs}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state, and sends the runs that were under way."""
-        for name in KEPT:
+        for name in FragmentState.model_fields.keys() - {"runs"}:
             setattr(self, name, state[name])
         for run in self.runs:
             # A run of moments that were unknown when the state was saved has nothing under way.
-            run.load_state_dict(state["runs"].get(run.name, NOTHING))
+            run.load_state_dict({**NOTHING, **state["runs"].get(run.name, {})})
             run.resend()
 
     def abandon(self) -> None:

@@ -42,12 +42,11 @@ class Schedule:
 
     def leaving(self, step: int) -> list[int]:
         """The fragments whose average leaves after ``step`` steps."""
-        place = step % self.every
-        return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
-
-    def _offset(self, fragment: int) -> int:
         # Four fragments in 100 steps leave after steps 25, 50, 75 and 100 of a period; the last one has the offset 0.
-        return (fragment + 1) * self.every // self.fragments % self.every
+        offsets = (
+            (1 + fragment) * self.every // self.fragments % self.every for fragment in range(self.fragments)
+        )
+        return [fragment for fragment, offset in enumerate(offsets) if offset == step % self.every]
 
 
 def block_of(name: str) -> str:

@@ -99,9 +99,9 @@ class WeightRun(Run):
         anchor = self._loaded(state["anchor"], self.part_numel)
         exact = self._loaded(state["exact"], self.row_numel)
         self.anchor = None
-        self.sent = self._loaded(state["sent"], self.part_numel)
         if anchor is None or exact is None:
             return
+        self.sent = self._loaded(state["sent"], self.part_numel)
         self._begin_at(anchor)
         self._exact.data = exact
         rest = self._loaded(state["rest"], self.part_numel) if self._lossy else None

@@ -28,6 +28,7 @@ WIDTH = 10
 Loss = Callable[[nn.Module, int], torch.Tensor]
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
+Whole = functools.partial(torch.optim.SGD, lr=1.0)  # a step is the gradient
 
 
 @pytest.fixture(autouse=True)
@@ -134,14 +135,8 @@ def test_one_rank_is_the_wrapped_optimizer_bit_for_bit(make: Callable[..., Any])
     assert sum(run.optimizer.traffic.sent.values()) == 0
 
 
-FULL = {
-    "every": 4,
-    "outer": hc.Nesterov(0.7, 0.9),
-    "moments": "average",
-    "fragments": 2,
-    "delay": 3,
-    "wire": "int8",
-}
+FULL = {"every": 4, "moments": "average", "fragments": 2, "delay": 3, "wire": "int8"}
+FULL["outer"] = hc.Nesterov(0.7, 0.9)
 
 
 def test_repeated_recomputed_and_resumed_runs_end_in_the_same_bits() -> None:
@@ -279,9 +274,7 @@ def test_half_precision_is_rounded_before_and_after_the_mean(dtype: torch.dtype)
     torch.manual_seed(3)
     model = nn.Linear(8, 8).to(dtype)
     twin = copy.deepcopy(model)
-    optimizer = hc.LocalSGD(
-        torch.optim.SGD(model.parameters(), lr=0.5), list(model.named_parameters()), every=1
-    )
+    optimizer = Run(functools.partial(torch.optim.SGD, lr=0.5), model, every=1).optimizer
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(hc.rank())).to(dtype)
     for _ in range(5):
         for one, step in (model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.5)):
@@ -299,7 +292,7 @@ def test_half_precision_is_rounded_before_and_after_the_mean(dtype: torch.dtype)
 @several
 def test_what_int8_rounds_away_is_sent_later() -> None:
     weight = nn.Parameter(torch.zeros(64))
-    optimizer = hc.LocalSGD(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], every=1, wire="int8")
+    optimizer = Run(Whole, nn.ParameterList([weight]), every=1, wire="int8").optimizer
     gradient = torch.full((64,), 0.3)
     gradient[0] = 127.0  # levels are whole numbers, so 0.3 rounds to 0
     for _ in range(10):
@@ -316,9 +309,7 @@ def test_what_int8_rounds_away_is_sent_later() -> None:
 def test_parameters_of_every_type_are_averaged(wire: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     model = nn.ParameterList([*(torch.ones(5, 3, dtype=dtype).t() for dtype in dtypes), torch.tensor(1.0)])
-    optimizer = hc.LocalSGD(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), 1, wire=wire, model=model
-    )
+    optimizer = Run(Whole, model, every=1, wire=wire).optimizer
     for parameter in model:
         parameter.grad = torch.full_like(parameter, float(hc.rank()))
     optimizer.step()
@@ -358,9 +349,7 @@ def test_moments_and_float_buffers_are_averaged_and_integers_stay_each_ranks_own
 @pytest.mark.parametrize("tokens", [None, [1.0, 3.0, 0.0, 4.0]])
 def test_ranks_count_by_their_steps_or_tokens(tokens: list[float] | None) -> None:
     weight = nn.Linear(1, 1, bias=False)
-    optimizer = hc.LocalSGD(
-        torch.optim.SGD(weight.parameters(), lr=1.0), weight.named_parameters(), every=3, model=weight
-    )
+    optimizer = Run(Whole, weight, every=3).optimizer
     start = weight.weight.item()
     steps = [3, 1, 0, 2]
     for step in range(3):
@@ -411,17 +400,10 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
     options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 1}
     before = memory_of_tensors()
     model = nn.Sequential(nn.Linear(300, 256), nn.Linear(256, 200))
-    estimate = hc.estimate_memory(
-        model, hc.size(), local={**options, "within": len(within[0]) if within else 1}
-    )
+    group = len(within[0]) if within else 1
+    estimate = hc.estimate_memory(model, hc.size(), local={**options, "within": group})
     assert (estimate.averages == 0) == (hc.size() == 1 and outer is None)
-    optimizer = hc.LocalSGD(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        **options,
-        within=within,
-        model=model,
-    )
+    optimizer = Run(Whole, model, **options, within=within).optimizer
     for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
     kept = pytest.approx(estimate.parameters + estimate.averages, rel=0.01)
@@ -542,18 +524,16 @@ def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
 def test_ranks_of_one_host_are_one_group() -> None:
     """Nothing is sent for averages, and the outer optimizer's work is split over the group."""
     results = []
+    options: dict[str, Any] = {"every": 2, "within": "host", "outer": hc.Nesterov()}
     for shard in range(4):
-        run = Run(
-            model=make_model(False, 0.0), every=2, within="host", outer=hc.Nesterov(), shard=shard
-        ).train(5)
+        run = Run(model=make_model(False, 0.0), shard=shard, **options).train(5)
         with run.optimizer.gathered_parameters():
             results.append(weights_of(run.model).clone())
             assert_equal_on_all_ranks(run.model)
         assert run.optimizer.traffic.sent["reduce_scatter"] == 0
     assert all(torch.allclose(result, results[0], atol=1e-6) for result in results)
-    assert not torch.equal(
-        results[0], weights_of(Run(model=make_model(False, 0.0), within="host").train(5).model)
-    )
+    plain = Run(model=make_model(False, 0.0), within="host").train(5)
+    assert not torch.equal(results[0], weights_of(plain.model))
 
 
 @four
@@ -595,9 +575,21 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> Non
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(every=4).train(1)
+    run = Run(every=4, outer=hc.Nesterov()).train(1)
     with pytest.raises(ValueError, match="every=4, and this rank has every=5"):
         Run(every=5).load(run.state())
+    for change, said in (
+        (lambda state: state["key"].clear(), "every=None"),
+        (lambda state: state["fragments"].append(state["fragments"][0]), "fragments=2"),
+        (
+            lambda state: next(iter(state["fragments"][0]["runs"].values())).pop("exact"),
+            "no anchor of 'weights.",
+        ),
+    ):
+        state = run.optimizer.state_dict()
+        change(state["local_sgd"])
+        with pytest.raises(ValueError, match=said):
+            run.optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="DistributedOptimizer already"):
         hc.LocalSGD(run.optimizer, run.model.named_parameters(), model=run.model)
     with pytest.raises(ValueError, match="-1"):
