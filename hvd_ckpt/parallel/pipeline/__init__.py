@@ -9,6 +9,5 @@ transport     messages between stages
 tied          parameters of blocks on several stages
 balance       cuts into parts of equal cost
 stages        plans of cuts and policies together
-cuts          options, and the cuts of a plan
 random_state  random numbers of a micro-batch and a block
 """

@@ -1,4 +1,4 @@
-"""Cuts of a chain into consecutive parts that minimize the cost of the most expensive part."""
+"""Cuts of a chain into consecutive parts that minimize the cost of the most expensive part, or that a plan gives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
+from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP
 from hvd_ckpt.planning.ranks import on_rank_0
 from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.utils.measure import undisturbed
+from hvd_ckpt.utils.rules import check
 
 KINDS = ("time", "size")  # of measured costs
 PARAM_SCALE = 4.0  # bytes of a parameter with its gradient and Adam's state, for each byte of the parameter
@@ -134,11 +136,36 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
     return [*balance, count - start], least[0]
 
 
+def cuts_of(plan: Plan, stages: int, given: dict[str, Any]) -> PipelinePlan:
+    """The cuts of a plan for so many stages.
+
+    Args:
+        given: the other arguments of the pipeline, which must not include what the plan gives.
+
+    Raises:
+        PlanError: the plan has no stages or another number of stages.
+        ValueError: an argument is given that the plan gives.
+    """
+    if plan.pipeline is None:
+        raise PlanError(
+            "The plan was made without stages: make one with hc.plan(..., layout=hc.StageLayout(hc.grid().stages))."
+        )
+    if plan.pipeline.stages != stages:
+        raise PlanError(
+            f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
+            f"hc.plan(..., layout=hc.StageLayout({stages}))."
+        )
+    of_pipeline = {f"{name} of Pipeline": value for name, value in given.items()}
+    check({"a plan of stages": True, **given, **of_pipeline})
+    return plan.pipeline
+
+
 def check_balance(balance: Sequence[int], blocks: int, parts: int) -> list[int]:
     """Raises ValueError unless ``balance`` has ``parts`` numbers of blocks from 1 whose sum is ``blocks``."""
-    whole = all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in balance)
-    if not whole or len(balance) != parts or sum(balance) != blocks:
+    numbers = list(balance) if isinstance(balance, Sequence) else []
+    whole = all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
+    if not whole or len(numbers) != parts or sum(numbers) != blocks:
         raise ValueError(
-            f"balance must be {parts} numbers of blocks from 1, which are {blocks} together, got {list(balance)!r}"
+            f"balance must be {parts} numbers of blocks from 1, which are {blocks} together, got {balance!r}"
         )
-    return list(balance)
+    return numbers

@@ -89,10 +89,9 @@ class Chain(nn.Sequential):
         return [interval] * full + [rest] * bool(rest)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(
-            index, slice
-        ):  # a part of a chain takes the arguments that the whole chain has prepared
-            # nn.Sequential would call the class of this chain with the blocks alone, and subclasses take other arguments.
+        if isinstance(index, slice):
+            # A part of a chain takes the arguments that the whole chain has prepared. nn.Sequential would call this class with the
+            # blocks alone, and subclasses take other arguments.
             return Chain(
                 OrderedDict(list(self._modules.items())[index]),
                 checkpoint_interval=self.checkpoint_interval,

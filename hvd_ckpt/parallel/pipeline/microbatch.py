@@ -82,7 +82,7 @@ def accumulate(
         TypeError: ``micro_batches`` is not an int, the batch cannot be split, or ``compute`` does not return a tensor with one
             element.
         ValueError: ``micro_batches`` is less than 1, ``checkpoint`` is unknown, tensors have different numbers of samples, a weight
-            is negative, inf or nan, or ``across_ranks`` is set within a logical replica.
+            or ``mean_terms`` is negative, inf or nan, or ``across_ranks`` is set within a logical replica.
     """
     check_options(micro_batches, checkpoint)
     if across_ranks and mean_terms is None and computing_replica():
@@ -141,6 +141,8 @@ class TotalTerms:
             # If this fails, the call that ends the batch must not fail in another way and hide the error.
             total, self._total = self._total, 0.0
             self._total = total()
+        if not 0 <= self._total < math.inf:
+            raise ValueError(f"The number of terms must be 0 or more, got {self._total}.")
         return self._ranks / self._total if self._total else 0.0
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.collectives.agreement import agree_on_options, described, errors_on_all
-from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance
+from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance, cuts_of
 from hvd_ckpt.parallel.pipeline.chain import Chain
-from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, release_weights
 from hvd_ckpt.parallel.pipeline.execution import (
     FIRST_TAG as EXECUTION_TAG,
     Chunk,
@@ -46,14 +45,15 @@ from hvd_ckpt.parallel.pipeline.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.parallel.pipeline.skip import find_skips
-from hvd_ckpt.parallel.pipeline.tied import find_tied, summed_over_stages
+from hvd_ckpt.parallel.pipeline.tied import find_apart, find_tied, summed_over_stages, unchanged
 from hvd_ckpt.parallel.pipeline.transport import Transport
-from hvd_ckpt.planning.plan import PipelinePlan, Plan
+from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
+from hvd_ckpt.utils.cuts import cut_of, mark
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
@@ -128,12 +128,16 @@ class Pipeline(nn.Module):
         virtual_stages: int | None = None,
     ) -> None:
         super().__init__()
-        options = PipelineOptions(balance, plan, chunks, schedule, checkpoint, virtual_stages)
-        agree_on_options("Pipeline", described(model=model, **vars(options), sample=sample is not None), None)
+        given: dict[str, Any] = {
+            "balance": balance, "chunks": chunks, "schedule": schedule, "checkpoint": checkpoint,
+            "virtual_stages": virtual_stages,
+        }  # fmt: skip
+        options = described(model=model, plan=plan, **given, sample=sample is not None)
+        agree_on_options("Pipeline", options, None)
         check({"balance of Pipeline": balance, "sample": sample})
         costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
-            names, blocks, crossing = self._lay_out(model, options, costs)
+            names, blocks, crossing = self._lay_out(model, plan, given, costs)
         # Before any weight is freed: an error here leaves the whole model to the caller.
         self._check_equal(model, crossing)
         kept = {number for chunk in self._rank.chunks.values() for number in chunk.own}
@@ -141,7 +145,7 @@ class Pipeline(nn.Module):
         # parameters(), and so the reducer's buckets, have that order.
         for number in sorted(kept):
             self.add_module(names[number], blocks[number])
-        release_weights(
+        _release_weights(
             [block for number, block in enumerate(blocks) if number not in kept], list(self.children())
         )
         self.recorder: Recorder | None = None
@@ -149,7 +153,7 @@ class Pipeline(nn.Module):
         self.training = model.training
 
     def _lay_out(
-        self, model: nn.Sequential, options: PipelineOptions, costs: Sequence[float] | None
+        self, model: nn.Sequential, plan: Plan | None, given: dict[str, Any], costs: Sequence[float] | None
     ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge]]:
         """Checks the arguments and lays out chunks and schedule.
 
@@ -161,20 +165,17 @@ class Pipeline(nn.Module):
         ):  # fmt: skip
             raise TypeError(f"Pipeline takes a chain or an nn.Sequential, got {type(model).__name__}")
         grid = grids.current()
-        planned: PipelinePlan | None = None
-        if options.plan is not None:
-            planned = cuts_of(options.plan, grid.stages, options)
-            options.plan.apply(model)
-            options = PipelineOptions(
-                planned.balance, None, planned.micro_batches, planned.schedule, "auto", planned.virtual_stages
-            )
-        balance, chunks = options.balance, options.chunks
-        schedule, checkpoint = options.schedule or "1f1b", options.checkpoint or "except_last"
+        self._plan = planned = None if plan is None else cuts_of(plan, grid.stages, given)
+        balance, chunks, schedule, checkpoint, virtual = given.values()
+        if plan is not None and planned is not None:
+            plan.apply(model)
+            balance, chunks, schedule, checkpoint, virtual = (
+                planned.balance, planned.micro_batches, planned.schedule, "auto", planned.virtual_stages
+            )  # fmt: skip
+        schedule, checkpoint = schedule or "1f1b", checkpoint or "except_last"
         check({"Pipeline": True, "chunks": chunks})
-        assert chunks is not None
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
-        self._plan = planned
-        virtual = virtual_stages_of(schedule, options.virtual_stages)
+        virtual = virtual_stages_of(schedule, virtual)
         names, blocks = zip(*places_of(model).items())
         parts = grid.stages * virtual
         if balance is None or isinstance(balance, str):
@@ -207,6 +208,7 @@ class Pipeline(nn.Module):
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
         self._tied = [tie for tie in tied if grid.stage in tie.stages]
+        self._apart = find_apart(blocks, names, chunk_of, self._rank.chunks)
         seed_each(list(blocks))
         return names, blocks, crossing
 
@@ -366,7 +368,8 @@ class Pipeline(nn.Module):
         if self._failed:
             raise RuntimeError(f"a pipeline cannot be used after an error in it: {self._failed}")
         try:
-            yield
+            with unchanged(self._apart):
+                yield
         except BaseException as error:
             # Messages of this step may still arrive, under tags that the next step would use. So the pipeline cannot be used again.
             self._failed = f"{type(error).__name__}: {error}"
@@ -396,3 +399,24 @@ class Pipeline(nn.Module):
                         f"Pipeline: stages {first} and {stage} have different {what}: give all stages the same arguments and "
                         f"model, with the same values, such as by torch.manual_seed(seed) before it is made"
                     )
+
+
+def _release_weights(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+    """Frees the weights of ``blocks``, except those of modules that the kept blocks have as well."""
+    modules = {module for block in kept for module in block.modules()}
+    for block in blocks:
+        for module in block.modules():
+            if module in modules:
+                continue
+            # The parameters stay, on the meta device: snapshots and the check
+            # of a plan read names and shapes of the whole model from them.
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    # setattr() also updates the list of weights that a recurrent module keeps.
+                    freed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    if (cut := cut_of(parameter)) is not None:
+                        mark(freed, cut)
+                    setattr(module, name, freed)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to("meta")

@@ -97,10 +97,10 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[M
             self._skip_namespace = namespace
             return self
 
-        methods: Any = module_class
-        methods.forward, methods.isolate = run, isolate
-        for attribute, names in ((STASHED, stashed), (POPPED, popped)):
-            setattr(module_class, attribute, names)
+        for attribute, value in (
+            ("forward", run), ("isolate", isolate), (STASHED, stashed), (POPPED, popped),
+        ):  # fmt: skip
+            setattr(module_class, attribute, value)
         return module_class
 
     return decorate
@@ -175,11 +175,8 @@ def find_skips(blocks: Sequence[nn.Module]) -> list[Skip]:
     for number, block in enumerate(blocks):
         for module in block.modules():
             namespace = getattr(module, "_skip_namespace", None)
-            for names, declared in (
-                (getattr(module, STASHED, ()), stashed),
-                (getattr(module, POPPED, ()), popped),
-            ):
-                for name in names:
+            for attribute, declared in ((STASHED, stashed), (POPPED, popped)):
+                for name in getattr(module, attribute, ()):
                     if (namespace, name) in declared:
                         raise ValueError(
                             f"the skip connection '{name}' is used twice: isolate(namespace) its modules"

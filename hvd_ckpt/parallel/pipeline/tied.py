@@ -3,12 +3,14 @@
 Each of these stages has a copy. After the backward passes of a step, each stage adds the gradients of all copies in the order of
 the stages, so that the copies stay equal bit for bit. The sum equals that of an unstaged model up to rounding: there, the
 gradients of all uses are added micro-batch by micro-batch.
+
+Nothing adds up buffers, such as the statistics of a batch norm. A module at places in several chunks must not write its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.reduction.machine import owner_of
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 # The gradient of a copy on its way, with three replicas (columns) of two stages (rows). Up to two replicas, only the middle step:
 #
@@ -60,6 +63,49 @@ def find_tied(blocks: Sequence[nn.Module], names: Sequence[str], stage_of: Seque
         for parameter, (name, on) in stages_of.items()
         if len(on) > 1  # including frozen ones, which may be trained later
     ]
+
+
+class Apart(NamedTuple):
+    """A module with buffers at places in several chunks."""
+
+    name: str
+    module: nn.Module
+    chunks: list[int]
+
+
+def find_apart(
+    blocks: Sequence[nn.Module], names: Sequence[str], chunk_of: Sequence[int], own: Container[int]
+) -> list[Apart]:
+    """The modules with buffers at places in several chunks, one of which is of this rank's ``own``."""
+    found: dict[nn.Module, Apart] = {}
+    for name, block, chunk in zip(names, blocks, chunk_of):
+        for inner, module in block.named_modules():
+            if module._buffers:
+                found.setdefault(module, Apart(f"{name}.{inner}".strip("."), module, [])).chunks.append(chunk)
+    return [one for one in found.values() if len(set(one.chunks)) > 1 and any(c in own for c in one.chunks)]
+
+
+@contextlib.contextmanager
+def unchanged(modules: Sequence[Apart]) -> Iterator[None]:
+    """A context in which these modules must not write their buffers.
+
+    Raises:
+        ValueError: one has. Each stage has buffers of its own, and chunks write them in another order than the whole model.
+    """
+    before = [_prints_of(one.module) for one in modules]
+    yield
+    for one, prints in zip(modules, before):
+        if _prints_of(one.module) != prints:
+            chunks = ", ".join(map(str, sorted(set(one.chunks))))
+            raise ValueError(
+                f"Pipeline: '{one.name}' updates its buffers in chunks {chunks} of the model, where they "
+                f"would differ from those of the whole model: give each place a module of its own, or choose a balance that has "
+                f"all its places in one chunk"
+            )
+
+
+def _prints_of(module: nn.Module) -> list[int]:
+    return [int(fingerprint(buffer)) for buffer in module._buffers.values() if buffer is not None]
 
 
 @contextlib.contextmanager

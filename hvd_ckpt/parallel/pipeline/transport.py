@@ -188,7 +188,8 @@ class Transport:
             if lane is not None and tensor.device.type == lane.device:
                 self._start(tensor, to, tag, lane)
             else:
-                self._start(_on_host(tensor), to, tag)
+                host = _host_copy(tensor)  # copy_() waits: the host reads it next
+                self._start(tensor if host is tensor else host.copy_(tensor), to, tag)
         return tensors
 
     def expect(self, source: int, tag: int) -> None:
@@ -328,12 +329,6 @@ def _bytes(dense: Tensor) -> Tensor:
     """The memory of a dense tensor, as bytes."""
     flat = dense.detach().as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return _host_copy(tensor).copy_(tensor)  # waits for the copy: the host reads it next
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

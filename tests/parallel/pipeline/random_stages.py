@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import torch
+from controllers import SCRIPTS
 from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.processes.grid import current
+
+sys.path.append(str(SCRIPTS))
+import stages
 
 WIDTH = 4
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -40,14 +46,14 @@ class Program:
 
     Args:
         seed: of all choices.
-        stages: of the pipeline.
+        count: of the stages.
     """
 
-    def __init__(self, seed: int, stages: int) -> None:
+    def __init__(self, seed: int, count: int) -> None:
         draw = random.Random(seed)
         schedule = draw.choice(SCHEDULES)
         virtual = 1 if schedule == "1f1b" else draw.randint(1, 3)
-        parts = stages * virtual
+        parts = count * virtual
         blocks = parts + draw.randint(0, 6)
         cuts = sorted(draw.sample(range(1, blocks), parts - 1))
         self.seed, self.dropout = seed, draw.choice([0.0, 0.2])
@@ -55,16 +61,16 @@ class Program:
         self.blocks = blocks
         first, second = draw.randint(1, 12), draw.randint(1, 12)
         self.samples = [first, first, first, second]  # a layout that has been repeated changes
+        self.chunks = draw.randint(1, 8)
         self.arguments: dict[str, Any] = {
             "balance": [end - start for start, end in zip([0, *cuts], [*cuts, blocks])],
-            "chunks": draw.randint(1, 8),
             "schedule": schedule,
             "virtual_stages": virtual,
             "checkpoint": draw.choice(["always", "except_last", "never"]),
         }
 
     def __repr__(self) -> str:
-        return f"program {self.seed}: {self.arguments}, skips {self.skips}, samples {self.samples}"
+        return f"program {self.seed}: {self.chunks} chunks, {self.arguments}, skips {self.skips}, samples {self.samples}"
 
     def model(self) -> nn.Sequential:
         names = [(f"skip {number}", *ends) for number, ends in enumerate(self.skips)]
@@ -79,41 +85,21 @@ class Program:
             )
         )
 
-    def train(self, in_stages: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Weights, and losses with the random state at the end."""
-        torch.manual_seed(self.seed)
-        model: Any = self.model()
-        model = hc.Pipeline(model, **self.arguments) if in_stages else hc.seed_blocks(model)
-        optimizer = hc.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            named_parameters=model.named_parameters(),
-        )
+    def data(self) -> list[Batch]:
         torch.manual_seed(1000 + hc.rank())
-        data = [(torch.randn(count, WIDTH), torch.randn(count, WIDTH)) for count in self.samples]
-        found = []
-        for batch in data:
-            optimizer.zero_grad()
-            if in_stages:
-                loss, _ = model.accumulate(batch, functional.mse_loss)
-            else:
-                loss, _ = hc.accumulate(
-                    lambda part: functional.mse_loss(model(part[0]), part[1]), batch, self.arguments["chunks"]
-                )
-            found.append(loss)
-            optimizer.step()
-        return model.state_dict(), [*found, torch.get_rng_state()]
+        return [Batch((torch.randn(count, WIDTH),), torch.randn(count, WIDTH)) for count in self.samples]
 
 
-def draw(seed: int, ranks: int, stages: int) -> Program:
+def draw(seed: int, ranks: int, count: int) -> Program:
     """The program of a seed."""
-    return Program(seed, stages)
+    return Program(seed, count)
 
 
 def check(program: Program) -> list[str]:
     """Trains in stages and whole; what differs, the same on every rank."""
-    (expected, whole), (weights, staged) = program.train(False), program.train(True)
-    same = {name: torch.equal(value, expected[name]) for name, value in weights.items()}
-    wrong = [name for name, equal in same.items() if not equal] + ["no weights"] * (not weights)
-    if not all(map(torch.equal, staged, whole)):
-        wrong.append("losses or random state")
-    return [f"differs: {name}" for each in current().gather_objects(wrong) for name in each]
+    whole, staged = (
+        stages.train(program.model, program.data(), arguments, functional.mse_loss, None, program.chunks)
+        for arguments in (None, program.arguments)
+    )
+    everyone = current().gather_objects(stages.differences(whole, staged))
+    return [f"differs: {name}" for each in everyone for name in each]

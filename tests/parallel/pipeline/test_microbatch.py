@@ -1,12 +1,15 @@
-"""Tests of micro-batches: they give the gradients of the whole mini-batch, and recompute or keep as requested."""
+"""Tests of micro-batches: they give the gradients of the whole mini-batch, also of ranks that have different numbers of samples and
+terms, and recompute or keep as requested."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
 from same import assert_same, gradients
@@ -17,6 +20,8 @@ import hvd_ckpt as hc
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
+
+pytestmark = pytest.mark.ranks(gloo=(1,))
 
 
 class Counted(nn.Module):
@@ -37,13 +42,13 @@ def make(blocks: int = 3) -> nn.Sequential:
     return nn.Sequential(*(Counted() for _ in range(blocks)), nn.Linear(6, 5)).double()
 
 
-def tokens(samples: int = 7, length: int = 4) -> Batch:
+def tokens(samples: int = 7, seed: int = 1, shift: int = 0) -> Batch:
     """Targets with rows that have 0 to 4 terms; -100 is none."""
-    torch.manual_seed(1)
-    targets = torch.randint(5, (samples, length))
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(5, (samples, 4), generator=generator)
     for row in range(samples):
-        targets[row, row % (length + 1) :] = -100
-    return Batch((torch.randn(samples, length, 6, dtype=torch.float64),), targets)
+        targets[row, (row + shift) % 5 :] = -100
+    return Batch((torch.randn(samples, 4, 6, generator=generator, dtype=torch.float64),), targets)
 
 
 def mean_loss(model: nn.Module, part: Batch) -> Tensor:
@@ -160,6 +165,7 @@ def test_errors() -> None:
         ({"checkpoint": "sometimes"}, ValueError, "one of always, except_last, never, got 'sometimes'"),
         ({"weight": lambda part: -1}, ValueError, "0 or more, got -1.0"),
         ({"weight": lambda part: float("nan")}, ValueError, "0 or more, got nan"),
+        ({"mean_terms": -2.0}, ValueError, "0 or more, got -2.0"),
         ({"batch": {"a": torch.ones(3), "b": torch.ones(2, 1)}}, ValueError, r"the shapes \(3,\), \(2, 1\)"),
         ({"batch": [1, 2]}, TypeError, r"no tensors and no split\(parts\).*int"),
         ({"compute": lambda part: part.inputs[0]}, TypeError, r"one element, got one of shape \(4, 4, 6\)"),
@@ -181,75 +187,149 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
+def inside(kept: bool) -> AbstractContextManager[Any]:
+    return hc.without_recomputation() if kept else contextlib.nullcontext()
+
+
+def results(
+    block: nn.Module, compute: Callable[[Tensor], Any], forward: bool, backward: bool
+) -> list[Tensor | None]:
+    """Of a forward and a backward pass, each within ``without_recomputation()`` or not."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
+    with inside(forward):
+        y = compute(x)
+        assert not (forward and hc.is_checkpointing())
+    with inside(backward):
+        y.sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *gradients(block)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backward_inside", [True, False])
 def test_without_recomputation_a_call_just_runs(way: str, backward_inside: bool) -> None:
-    def run(keep: bool) -> tuple[int, list[Tensor | None]]:
-        block = make()[0]
-        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-        if keep:
-            with hc.without_recomputation():
-                y = WAYS[way](block, x)
-                assert not hc.is_checkpointing()
-                if backward_inside:
-                    y.sum().backward()
-        else:
-            y = WAYS[way](block, x)
-        if not (keep and backward_inside):
-            y.sum().backward()
-        assert x.grad is not None
-        return block.runs, [y.detach(), x.grad, *gradients(block)]
-
-    (recomputed_runs, recomputed), (kept_runs, kept) = run(False), run(True)
-    assert recomputed_runs > 1 and kept_runs == 1
-    assert_same(recomputed, kept)
+    recomputed, kept = make()[0], make()[0]
+    expected = results(recomputed, lambda x: WAYS[way](recomputed, x), False, False)
+    assert_same(expected, results(kept, lambda x: WAYS[way](kept, x), True, backward_inside))
+    assert recomputed.runs > 1 and kept.runs == 1
 
 
 def test_a_backward_pass_inside_recomputes_as_the_forward_pass_did() -> None:
     """The inner region of a region that was recorded outside is a region in the recomputation, too."""
-
-    def run(inside: bool) -> tuple[int, list[Tensor | None]]:
+    found = []
+    for backward_inside in (False, True):
         block = make()[0]
-        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-        y = hc.checkpoint(lambda x: torch.as_tensor(hc.checkpoint(block, x.sin())).tanh().sin(), x)
-        with hc.without_recomputation() if inside else contextlib.nullcontext():
-            y.sum().backward()
-        assert x.grad is not None
-        return block.runs, [y.detach(), x.grad, *gradients(block)]
 
-    (runs, expected), (inside_runs, inside) = run(False), run(True)
-    assert runs == inside_runs == 3
-    assert_same(expected, inside)
+        def nested(x: Tensor, block: nn.Module = block) -> Any:
+            return hc.checkpoint(lambda x: torch.as_tensor(hc.checkpoint(block, x.sin())).tanh().sin(), x)
+
+        found.append([*results(block, nested, False, backward_inside), block.runs])
+    assert found[0][-1] == 3
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(
     "policy", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)]
 )
 def test_blocks_with_a_policy_keep_what_they_would_drop(policy: CheckpointPolicy) -> None:
-    def run(keep: bool) -> tuple[int, list[Tensor | None]]:
-        """The runs of the activation function, and results."""
+    found, runs = [], []
+    for keep in (False, True):
+        torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).double()
-        block.load_state_dict(state)
         apply_policy(block, policy)
-        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-        calls: list[int] = []
-        with CountGelu(calls), hc.without_recomputation() if keep else contextlib.nullcontext():
-            y = block(x)
-            y.sum().backward()
-        assert x.grad is not None
-        return len(calls), [y.detach(), x.grad, *gradients(block)]
-
-    state = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).double().state_dict()
-    (dropped_runs, dropped), (kept_runs, kept) = run(False), run(True)
-    assert (dropped_runs, kept_runs) == (2, 1)
-    assert_same(dropped, kept)
+        with CountGelu() as calls:
+            found.append(results(block, block, keep, keep))
+        runs.append(calls.count)
+    assert runs == [2, 1]
+    assert_same(*found)
 
 
 class CountGelu(TorchDispatchMode):
-    def __init__(self, calls: list[int]) -> None:
-        super().__init__()
-        self.calls = calls
+    count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += [1] * (function is torch.ops.aten.gelu.default)
+        self.count += function is torch.ops.aten.gelu.default
         return function(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------------ several ranks
+
+
+several = pytest.mark.ranks(gloo=(2, 4))
+
+
+def tokens_of(step: int, rank: int) -> Batch:
+    """The batch of a rank, the same wherever it is made; the last has no terms."""
+    part = tokens(5 + 2 * rank, 100 * step + rank, rank)
+    if rank == hc.size() - 1:
+        part.targets[:] = -100
+    return part
+
+
+@several
+@pytest.mark.parametrize(
+    "checkpoint, use_reentrant",
+    [("always", False), ("always", True), ("except_last", True), ("never", False)],
+)
+def test_trains_as_one_process_with_the_samples_of_all(checkpoint: str, use_reentrant: bool) -> None:
+    plain, model = make(), hc.CheckpointSequential(make(), 3, use_reentrant, keep_last=False)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), bucket_cap_mb=3e-4)
+    for step in range(3):
+        reference.zero_grad()
+        parts = [tokens_of(step, rank) for rank in range(hc.size())]
+        inputs = torch.cat([part.inputs[0] for part in parts])
+        expected = mean_loss(plain, Batch((inputs,), torch.cat([part.targets for part in parts])))
+        expected.backward()
+        optimizer.zero_grad()
+        loss, weight = hc.accumulate(
+            functools.partial(mean_loss, model), parts[hc.rank()], 3,
+            checkpoint=checkpoint, weight=terms, across_ranks=True,
+        )  # fmt: skip
+        optimizer.synchronize()
+        assert_same(gradients(model), gradients(plain), 1e-9)
+        part = torch.stack([loss * weight, torch.tensor(weight).double()])
+        losses = hc.allgather(part[None], name="losses")
+        assert_same([losses[:, 0].sum() / losses[:, 1].sum()], [expected.detach()], 1e-9)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        reference.step()
+        last = optimizer.reduction_stats.last
+        assert set(last.launches.values()) == {1} and len(last.launches) > 2
+        assert step == 0 or not last.late_gradients
+
+
+def seen_by(rank: int) -> list[Tensor]:
+    """What a rank's norms see in a mini-batch; of several ranks, rank 1 sees nothing."""
+    generator = torch.Generator().manual_seed(rank)
+    parts = 0 if rank == 1 else 2 + rank
+    return [torch.randn(3 + rank, 4, 5, generator=generator).double() * 3 + rank for _ in range(parts)]
+
+
+@several
+def test_statistics_pooled_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    allgather = hvd.allgather
+    monkeypatch.setattr(
+        hvd, "allgather", lambda *args, **kwargs: calls.append(1) or allgather(*args, **kwargs)
+    )
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Conv1d(4, 3, 1), nn.BatchNorm1d(3, momentum=None)).double()
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    hc.DeferredBatchNorm.convert(model)
+    for _ in range(2):
+        for part in seen_by(hc.rank()):
+            hc.checkpoint(model, part).sin().sum().backward()
+        hc.commit_batch_norm(model, across_ranks=True)
+    assert len(calls) == 2
+    # The second norm sees what the first has normalized, by the statistics of each part.
+    inner = nn.Sequential(nn.BatchNorm1d(4, affine=False, track_running_stats=False), model[1])
+    everything = [part for rank in range(hc.size()) for part in seen_by(rank)]
+    second = [inner(part).detach() for part in everything]
+    for norm, inputs, weight in ((model[0], everything, 0.19), (model[2], second, 1.0)):
+        values = torch.cat(inputs).transpose(0, 1).flatten(1)
+        assert norm.num_batches_tracked == 2
+        assert_same([norm.running_mean], [weight * values.mean(1)], 1e-9)
+        assert_same([norm.running_var], [1 - weight + weight * values.var(1)], 1e-9)
+    states = hc.allgather_object({name: value.tolist() for name, value in model.state_dict().items()})
+    assert all(state == states[0] for state in states)

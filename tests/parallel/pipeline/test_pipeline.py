@@ -1,4 +1,4 @@
-"""Tests of a pipeline in one process, whose chunks exchange values: gradients, random state and skip connections."""
+"""Tests of a pipeline on one rank, whose chunks exchange values: training, random state and skip connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvd_ckpt as hc
-from hvd_ckpt.data.objectives import Batch
-from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes import links
 
 sys.path.append(str(SCRIPTS))
 import stages as jobs
+
+pytestmark = pytest.mark.ranks(gloo=(1,))
 
 
 class Noted(nn.Module):
@@ -44,32 +43,6 @@ class Root(nn.Module):
         return x.square().sqrt()
 
 
-def make(case: str) -> tuple[Any, Batch]:
-    make_model, make_batch = jobs.CASES[case]
-    torch.manual_seed(3)
-    model = make_model()
-    return model, make_batch(7)
-
-
-def accumulated(case: str, micro_batches: int, weight: Any = jobs.weight) -> tuple[Any, Accumulated]:
-    """The whole model after a step, and its loss."""
-    whole, batch = make(case)
-    hc.seed_blocks(whole)
-    torch.manual_seed(9)
-    found = hc.accumulate(
-        lambda part: jobs.loss_of(whole(*part.inputs, **part.shared), part.targets),
-        batch,
-        micro_batches,
-        weight=weight,
-    )
-    return whole, found
-
-
-def assert_same_step(model: nn.Module, whole: nn.Module) -> None:
-    assert_same(gradients(model), gradients(whole))
-    assert_same(model.state_dict(), whole.state_dict())
-
-
 SCHEDULES = [("gpipe", 3), ("1f1b", 1), ("interleaved", 2)]
 
 
@@ -85,16 +58,10 @@ SCHEDULES = [("gpipe", 3), ("1f1b", 1), ("interleaved", 2)]
         ),
     ],
 )
-def test_gradients_are_those_of_accumulate(case: str, schedule: str, virtual: int, checkpoint: str) -> None:
-    whole, expected = accumulated(case, 4)
-    state = torch.get_rng_state()
-    model, batch = make(case)
-    model = hc.Pipeline(model, chunks=4, schedule=schedule, virtual_stages=virtual, checkpoint=checkpoint)
-    torch.manual_seed(9)
-    found = model.accumulate(batch, jobs.loss_of, weight=jobs.weight)
-    assert torch.equal(found.loss, expected.loss) and found.weight == expected.weight
-    assert_same_step(model, whole)
-    assert torch.equal(state, torch.get_rng_state())
+def test_training_has_the_bits_of_the_whole_model(
+    case: str, schedule: str, virtual: int, checkpoint: str
+) -> None:
+    jobs.check(case, {"schedule": schedule, "virtual_stages": virtual, "checkpoint": checkpoint})
 
 
 PLANNED = ("transformer", "batch norm", "mixed values", "frozen blocks")
@@ -108,33 +75,33 @@ PLANNED = ("transformer", "batch norm", "mixed values", "frozen blocks")
         ("mixed values", "interleaved", 2, None),
     ],
 )
-def test_gradients_with_a_plan_are_those_of_accumulate(
+def test_training_with_a_plan_has_the_bits_of_the_whole_model(
     case: str, schedule: str, virtual: int, budget: str | None, quick_planner: None, tmp_path: Path
 ) -> None:
-    whole, _ = accumulated(case, 4)
-    model, batch = make(case)
-    for name, block in list(model._modules.items()):  # a plan needs a block of its own at each place
-        model._modules[name] = copy.deepcopy(block)
-    part = batch.split(4)[0]
-    jobs.plan_of(model, part, budget, stages=1, schedule=schedule, virtual_stages=virtual).save(
-        tmp_path / "plan.json"
-    )
+    make_model, make_batch = jobs.CASES[case]
+
+    def apart() -> nn.Sequential:
+        model = make_model()
+        for name, block in list(model._modules.items()):  # a plan needs a block of its own at each place
+            model._modules[name] = copy.deepcopy(block)
+        return model
+
+    data = jobs.batches(make_batch)
+    how = {"stages": 1, "schedule": schedule, "virtual_stages": virtual}
+    jobs.plan_of(apart(), data[0].split(4)[0], budget, **how).save(tmp_path / "plan.json")
     plan = hc.Plan.load(tmp_path / "plan.json")
     assert plan.pipeline is not None
     if budget is not None:
         dropped = [block.policy.title for block in plan.blocks if block.policy.title != "keep"]
         assert dropped or any(part.recompute for part in plan.pipeline.parts)
-    model = hc.Pipeline(model, plan=plan)
-    torch.manual_seed(9)
-    model.accumulate(batch, jobs.loss_of, weight=jobs.weight)
-    assert_same_step(model, whole)
+    assert not jobs.differences(jobs.train(make_model, data), jobs.train(apart, data, {"plan": plan}))
 
 
 def test_skips_of_a_recomputed_sequential() -> None:
-    found = []
+    found, batch = [], jobs.rows(7)
     for segments in (1, 3):
-        model, batch = make("skips")
-        hc.seed_blocks(model)
+        torch.manual_seed(3)
+        model = hc.seed_blocks(jobs.skips())
         torch.manual_seed(9)
         output = hc.checkpoint_sequential(model, segments, *batch.inputs, keep_last=False)
         jobs.loss_of(output, batch.targets).backward()
@@ -192,8 +159,9 @@ def test_a_micro_batch_without_terms_adds_nothing_in_earlier_chunks() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    model, batch = make("transformer")
-    for arguments in ({"balance": [3, 4]}, {"balance": [7]}, {"schedule": "2f2b"}, {"virtual_stages": 0}):
+    model, batch = jobs.transformer(), jobs.tokens(7)
+    wrong = [{"balance": balance} for balance in ([3, 4], [7], 6)]
+    for arguments in (*wrong, {"schedule": "2f2b"}, {"virtual_stages": 0}):
         with pytest.raises(ValueError, match="balance|schedule|virtual_stages"):
             hc.Pipeline(model, chunks=4, **arguments)
     with pytest.raises(TypeError, match="Linear"):
@@ -204,15 +172,29 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_model_with_skips_is_not_planned() -> None:
-    model, batch = make("skips")
     with pytest.raises(ValueError, match="Block '.*' pops the skip connection '.*'"):
-        hc.plan(model, *batch.inputs)
+        hc.plan(jobs.skips(), *jobs.rows(7).inputs)
 
 
 def test_skips_without_a_partner_are_refused() -> None:
     for blocks in ([jobs.Down()], [jobs.Up(), jobs.Down()], [jobs.Down(), jobs.Down(), jobs.Up()]):
         with pytest.raises(ValueError, match="'skip'"):
             hc.Pipeline(nn.Sequential(*blocks), chunks=2)
+
+
+@pytest.mark.parametrize("make_norm", [nn.BatchNorm1d, hc.DeferredBatchNorm])
+def test_statistics_of_places_in_several_chunks_are_refused(make_norm: type[nn.Module]) -> None:
+    batch = torch.randn(8, 3), torch.randn(8, 3)
+    norm = make_norm(3)
+    model = nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 3), norm)
+    in_one = hc.Pipeline(copy.deepcopy(model), [1, 3], chunks=2, schedule="interleaved", virtual_stages=2)
+    in_one.accumulate(batch, F.mse_loss)
+    in_two = hc.Pipeline(model, [2, 2], chunks=2, schedule="interleaved", virtual_stages=2)
+    norm.eval()
+    in_two.accumulate(batch, F.mse_loss)
+    norm.train()
+    with pytest.raises(ValueError, match="'1' updates its buffers in chunks 0, 1"):
+        in_two.accumulate(batch, F.mse_loss)
 
 
 def test_outputs_without_dimensions_become_a_vector_of_micro_batches() -> None:
