@@ -126,7 +126,7 @@ class Product(NamedTuple):
 class LossOptions:
     """Options of the loss: the keyword arguments of :func:`chunked_cross_entropy`.
 
-    ``vocabulary``: of a weight that is a slice of the whole one, its :class:`hvd_ckpt.parallel.tensor.head.SplitVocabulary`.
+    ``vocabulary``: of a weight that is a slice of the whole one, its :class:`hvd_ckpt.parallel.tensor.layers.SplitVocabulary`.
     """
 
     ignore_index: int = -100

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
 import torch
+from tensor_models import assert_like_whole, optimizer_of, run
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -21,9 +21,6 @@ from transformers import (
 )
 
 import hvd_ckpt as hc
-from hvd_ckpt.planning import kinds
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.utils.cuts import cut_of
 
 WIDTH, HEADS, BATCH, LENGTH, STEPS = 12, 4, 3, 8, 2
 
@@ -134,10 +131,11 @@ class Model(nn.Module):
         x = memory = self.first(x)
         for layer in self.layers:
             given = (x, memory) if layer.cross is not None else (x,)
+            recomputed = self.how != "none"
             x = (
-                layer(*given)
-                if self.how == "none"
-                else hc.checkpoint(layer, *given, use_reentrant=self.how == "reentrant")
+                hc.checkpoint(layer, *given, use_reentrant=self.how == "reentrant")
+                if recomputed
+                else layer(*given)
             )
         return self.norm(x)
 
@@ -158,8 +156,7 @@ CROSS = {**RECIPE, "*.cross": "heads:heads", "*.cross.bias": "slice:0"}
 
 
 def train(model: nn.Module, *inputs: Tensor, shard: str = "none", clip: bool = False) -> Any:
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+    optimizer = optimizer_of(model, shard=shard)
     torch.manual_seed(1 + hc.rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -189,15 +186,8 @@ def assert_equal(
         other.how = "none"
     train(whole, *inputs, clip=options.get("clip", False))
     optimizer = train(part, *inputs, **options)
-    grid, there, wrong = current(), dict(whole.named_parameters()), []
-    with optimizer.gathered_parameters() if options.get("shard", "none") == "parameters" else torch.no_grad():
-        for name, parameter in part.named_parameters():
-            expected, cut = there[name].detach(), cut_of(parameter)
-            expected = expected if cut is None else cut.of(expected, grid.tensor, grid.part)
-            off = float((parameter.detach() - expected).norm() / max(float(expected.norm()), 1e-3))
-            if off > 1e-9:
-                wrong.append(f"{name} off by {off:.1e}")
-    assert not wrong, "; ".join(wrong)
+    with optimizer.gathered_parameters():
+        assert_like_whole(part, whole, "trained", 1e-9)
     return part
 
 
@@ -362,30 +352,6 @@ def refused() -> None:
             hc.tensor_parallel(model, recipe)
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        inside,
-        sharded,
-        planned,
-        frozen,
-        shared,
-        memory,
-        order,
-        transformers,
-        rounding,
-        refused,
-    )
-}
-
 if __name__ == "__main__":
-    kinds._SECONDS_PER_KIND = 0.0  # times are not looked at
-    hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
-    failed = []
-    for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:
-        try:
-            CASES[name]()
-        except AssertionError as error:
-            failed.append(f"{name}: {str(error)[:600]}")
-    assert not failed, "\n".join(failed)
-    print("equal", flush=True)
+    cases = (inside, sharded, planned, frozen, shared, memory, order, transformers, rounding, refused)
+    run({case.__name__: case for case in cases})

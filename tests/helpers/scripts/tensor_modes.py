@@ -7,7 +7,6 @@ import copy
 import functools
 import math
 import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,18 +22,21 @@ from tensor_models import (
     assert_close,
     assert_like_whole,
     batch_of,
+    loss_of,
+    optimizer_of,
+    run,
     train,
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.parallel.tensor.copies import check_copies
-from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.partition import _pack
+from hvd_ckpt.processes.parts import _pack
 from hvd_ckpt.utils.cuts import cut_of
 
 
@@ -45,16 +47,6 @@ def made(**options: Any) -> Any:
 
 def split(**options: Any) -> Any:
     return hc.tensor_parallel(made(**options), sequence=SEQUENCE)
-
-
-def state(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_same(model: nn.Module, expected: list[Tensor], what: str) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for name, found, there in zip(names, model.parameters(), expected):
-        assert torch.equal(found, there), f"{what}: {name} differs"
 
 
 def partitioned() -> None:
@@ -89,15 +81,12 @@ def positions() -> None:
         losses.append(train("gpt", other))
         assert_like_whole(other, trained_whole(), "a copy")
     assert losses[0] == losses[1] == losses[2]
-    with pytest.raises(
-        ValueError, match=f"shape .* have no number of positions that tensor={hc.grid().tensor} divides"
-    ):
+    with pytest.raises(ValueError, match="shape .* have no number of positions that tensor=. divides"):
         model(tokens[:, :-1])
     x = torch.randn(1, 4, SIZES["width"])
+    words = "partition=True. cannot be used with tensor_parallel.sequence=True"
     for within in (model[1], model[1].perceptron):
-        with pytest.raises(
-            ValueError, match="partition=True. cannot be used with tensor_parallel.sequence=True"
-        ):
+        with pytest.raises(ValueError, match=words):
             hc.checkpoint(within, x, partition=True)
     for wrong, recipe in ((MODELS["xlnet"](), None), (made(), {"head.1": "vocabulary"})):
         with pytest.raises(ValueError, match="the recipe has no blocks"):
@@ -117,11 +106,8 @@ def whole_states() -> None:
     whole: Any = made()
     alone = torch.optim.Adam(whole.parameters())
     for shard in ("none", "optimizer", "gradients", "parameters"):
-        model = split()
-        optimizer: Any = torch.optim.Adam(model.parameters())
-        optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
-        tokens, _, targets = batch_of("gpt", 0)
-        functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer = optimizer_of(model := split(), torch.optim.Adam, shard=shard)
+        loss_of(model).backward()
         optimizer.step()
         first = hc.rank() == hc.grid().part == 0
         assert (optimizer.full_model_state_dict(model) is not None) == first
@@ -146,39 +132,29 @@ def clipped() -> None:
     for order in (1.0, 3.0, math.inf, -math.inf, 0.0):
         norms = []
         for model in (split(), made()):
-            tokens, _, targets = batch_of("gpt", 0)
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+            optimizer = optimizer_of(model)
             torch.manual_seed(5 + hc.rank())
-            functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            loss_of(model).backward()
             norms.append(float(hc.clip_grad_norm_(model.parameters(), 0.1, order)))
+            optimizer.zero_grad()
         assert norms[0] == pytest.approx(norms[1], rel=1e-5), (order, norms)
 
 
 def overflow() -> None:
     """An overflow on one part of one replica skips the step on all."""
     for shard in ("none", "optimizer", "gradients"):
-        model = split()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+        optimizer = optimizer_of(model := split(), shard=shard)
         scaler = hc.GradScaler("cpu", init_scale=8.0)
-        before, scales = state(model), []
-        for step in range(2):
-            tokens, _, targets = batch_of("gpt", step)
+        before, bias = [one.detach().clone() for one in model.parameters()], model[1].perceptron[0].bias
+        for step, scale in enumerate((math.inf if current().number == current().size - 1 else 1.0, 1.0)):
             optimizer.zero_grad()
-            scores = model(tokens).flatten(0, 1)
-            if step == 0 and current().number == current().size - 1:
-                hook = model[1].perceptron[0].bias.register_hook(lambda gradient: gradient * math.inf)
-            scaler.scale(functional.cross_entropy(scores, targets.flatten())).backward()
+            hook = bias.register_hook(lambda gradient, scale=scale: gradient * scale)
+            scaler.scale(loss_of(model, step)).backward()
+            hook.remove()
             scaler.step(optimizer)
             scaler.update()
-            scales.append(scaler.get_scale())
-            if step == 0:
-                assert_same(model, before, "skipped step")
-                if current().number == current().size - 1:
-                    hook.remove()
-        assert scales == [4.0, 4.0], scales
-        assert not torch.equal(model[1].perceptron[0].bias, before[0]), "the next step was taken"
+            assert scaler.get_scale() == 4.0
+            assert all(map(torch.equal, model.parameters(), before)) == (step == 0)
         check_copies(model.named_parameters())
 
 
@@ -208,12 +184,10 @@ def head() -> None:
 
 
 def half() -> None:
-    model, whole = split(dropout=0.0), made(dropout=0.0)
-    tokens, _, targets = batch_of("gpt", 0)
     losses = []
-    for one in (model, whole):
+    for one in (split(dropout=0.0), made(dropout=0.0)):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = functional.cross_entropy(one(tokens).flatten(0, 1), targets.flatten())
+            loss = loss_of(one)
         loss.backward()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
@@ -255,7 +229,7 @@ def verified() -> None:
         (lambda model, h: h * (torch.rand_like(h) > 0.5), recipe, "random numbers|differs"),
         (lambda model, h: h, {"up": "column"}, "raises RuntimeError"),
         (
-            lambda model, h: nn.functional.linear(h, model.down.weight) @ model.down.weight,
+            lambda model, h: functional.linear(h, model.down.weight) @ model.down.weight,
             recipe,
             "raises|differs",
         ),
@@ -311,8 +285,7 @@ def copies() -> None:
     if hc.grid().part == 1:
         with torch.no_grad():
             model[2].attention_norm.weight[3] += 1e-3
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer = optimizer_of(model)
 
     def steps() -> None:
         for _ in range(8):
@@ -333,7 +306,7 @@ def refused() -> None:
         (
             made(),
             {"embedding.tokens": "vocabulary"},
-            "weight of 'head.1' is tied to one that is cut in another way, or not",
+            "weight of 'head.1' is tied to one that is cut in another way",
         ),
         (nn.Sequential(nn.Linear(4, 4)), {}, "no recipe for a Sequential"),
         (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), {"0": "vocabulary"}, "max_norm"),
@@ -341,27 +314,20 @@ def refused() -> None:
         (nn.Sequential(Scaled(4, 4)), {"0": "vocabulary"}, "'0', a Scaled, has a forward method of its own"),
         (nn.Sequential(patched(nn.Linear(4, 4))), {"0": "column"}, "'0', a Linear, has a forward method"),
         (
-            nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
+            nn.Sequential(weight_norm(nn.Linear(4, 4))),
             {"0": "column"},
             "'0', a Parametrized.* its weight from",
         ),
-        (
-            nn.Sequential(parametrizations.orthogonal(nn.Embedding(4, 4))),
-            {"0": "vocabulary"},
-            "its weight from",
-        ),
+        (nn.Sequential(orthogonal(nn.Embedding(4, 4))), {"0": "vocabulary"}, "its weight from"),
         (nn.Sequential(prune.random_unstructured(nn.Linear(4, 4), "bias", 1)), {"0": "row"}, "its bias from"),
     ]
     for model, recipe, words in wrong:
         with pytest.raises(ValueError, match=words):
             hc.tensor_parallel(model, recipe or None)
     part = hc.grid().part
-    with pytest.raises(ValueError, match="different recipes"):
-        hc.tensor_parallel(
-            made(), {"layer0.perceptron.0": "column"} if part else {"layer1.perceptron.0": "column"}
-        )
-    with pytest.raises(ValueError, match="no module 'x'"):
-        hc.tensor_parallel(made(), {"x": "row"} if part else {"layer1.perceptron.0": "column"})
+    for name, words in (("layer0.perceptron.0", "different recipes"), ("x", "no module 'x'")):
+        with pytest.raises(ValueError, match=words):
+            hc.tensor_parallel(made(), {name if part else "layer1.perceptron.0": "column"})
     model = made()
     model[2].perceptron[0].bias.requires_grad_(part == 0)
     hc.tensor_parallel(model)
@@ -377,14 +343,9 @@ def refused() -> None:
         hc.tensor_parallel(model)
     # Own recipes do as the built-in one.
     recipe = {
-        "embedding.tokens": "vocabulary",
-        "layer*.attention": "heads:heads",
-        "layer*.attention.project": "fused:3",
-        "layer*.attention.output": "row",
-        "layer?.perceptron.0": "column",
-        "layer?.perceptron.2": "row",
-        "head.1": "vocabulary",
-    }
+        "embedding.tokens": "vocabulary", "layer*.attention": "heads:heads", "layer*.attention.project": "fused:3",
+        "layer*.attention.output": "row", "layer?.perceptron.0": "column", "layer?.perceptron.2": "row", "head.1": "vocabulary",
+    }  # fmt: skip
     own = hc.tensor_parallel(made(), recipe)
     tokens, _, _ = batch_of("gpt", 0)
     torch.manual_seed(1)
@@ -408,26 +369,10 @@ def patched(layer: nn.Module) -> nn.Module:
     return layer
 
 
-CASES = {
-    one.__name__: one
-    for one in (
+if __name__ == "__main__":
+    cases = (
         partitioned, clipped, overflow, head, half, copies, refused, vocabulary, verified, frozen_later, without_positions,
         whole_states,
-    )
-}  # fmt: skip
-
-IN_SEQUENCE = (positions, clipped, overflow, half)
-
-if __name__ == "__main__":
-    kinds._SECONDS_PER_KIND = 0.0  # times are not looked at
-    hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
-    if SEQUENCE:
-        CASES = {case.__name__: case for case in IN_SEQUENCE}
-    failed = []
-    for name in sys.argv[2].split(",") if len(sys.argv) > 2 + SEQUENCE else CASES:
-        try:
-            CASES[name]()
-        except AssertionError as error:
-            failed.append(f"{name}: {str(error)[:600]}")
-    assert not failed, "\n".join(failed)
-    print("equal", flush=True)
+    )  # fmt: skip
+    in_sequence = (positions, clipped, overflow, half)
+    run({case.__name__: case for case in (in_sequence if SEQUENCE else cases)})
