@@ -22,8 +22,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -40,20 +39,13 @@ QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 SHARED_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A message: what a backend on the host waits with, or an event after it on a GPU, and the memory that it arrives in; nothing
     of an empty one, which is not sent."""
 
     work: Any = None
     event: Any = None
     received: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Launched:
-    event: Any
-    awaited: str
 
 
 class DeviceLink:
@@ -76,7 +68,7 @@ class DeviceLink:
         self._store = PrefixStore(name, grid.store)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._streams: dict[tuple[int, ...], Any] = {}
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[tuple[Any, str]] = deque()  # an event after each message, and what it is
         self._since = 0.0  # when the last message was finished
         self._failure, self._has_raised = "", False
         self.may_connect: bool | None = None
@@ -145,7 +137,7 @@ class DeviceLink:
                 # NCCL's own stream begins after this one, which then waits for it.
                 launch([memory], int(sends), 0).wait()
                 event = stream.record_event()
-        self._launched.append(_Launched(event, awaited))
+        self._launched.append((event, awaited))
         return Request(None, event, None if sends else memory)
 
     def is_sent(self, request: Request) -> bool:
@@ -191,7 +183,7 @@ class DeviceLink:
                 self.wait(Request(work), awaited, other)
                 continue
             work.wait()  # the current stream does, and all that it computes and frees comes after it
-            self._launched.append(_Launched(torch.cuda.current_stream().record_event(), awaited))
+            self._launched.append((torch.cuda.current_stream().record_event(), awaited))
 
     def _group(self, direction: tuple[int, ...], ranks: Sequence[int]) -> Any:
         name = "-".join(map(str, direction)) or "all"
@@ -229,7 +221,7 @@ class DeviceLink:
                 watchdog.end(self._failure)
             return None
         before = len(self._launched)
-        while self._launched and self._launched[0].event.query():
+        while self._launched and self._launched[0][0].query():
             self._launched.popleft()
         if not self._launched:
             self._since = 0.0
@@ -242,7 +234,7 @@ class DeviceLink:
                 if peers[member].shares_table(peers[self._grid.number]) and peers[member].has_ended():
                     self._abort(f"{self._grid.name(member)} has ended")
                     return None
-        return Wait(self._since, self._launched[0].awaited)
+        return Wait(self._since, self._launched[0][1])
 
     def _abort(self, reason: str) -> None:
         self._failure = reason

@@ -66,9 +66,7 @@ class Grid:
     address: str = ""
     stage_link: DeviceLink | None = None
     part_link: DeviceLink | None = None
-    horovod: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments and environment that Horovod starts with
+    horovod: dict[str, Any] = field(default_factory=dict)  # arguments and environment that it starts with
 
     @property
     def size(self) -> int:
@@ -99,7 +97,7 @@ class Grid:
         return f"{', '.join(words)} (rank {process}{host})"
 
     def gather(self, values: Tensor, parts: bool = True) -> list[Tensor]:
-        """The values (float64, of one length everywhere) of every stage and part of this replica, ordered by stage, then part.
+        """The values (of one dtype and length everywhere) of every stage and part of this replica, ordered by stage, then part.
         Collective over the stages and parts of a replica.
 
         Args:
@@ -167,13 +165,11 @@ class Grid:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
-        # gather() carries float64 of one length: first the sizes, then the pickles, padded to the largest one.
+        # gather() carries values of one length: first the sizes, then the pickles, padded to the largest one.
         content = pickle.dumps(value)
-        sizes = [int(size) for size in self.gather(torch.tensor([len(content)], dtype=torch.float64))]
-        padded = torch.zeros(-(-max(sizes) // 8), dtype=torch.float64)  # whose bytes are the content
-        padded.view(torch.uint8)[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        rows = [row.view(torch.uint8)[:size] for row, size in zip(self.gather(padded), sizes)]
-        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
+        padded = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
+        return [pickle.loads(row.numpy().tobytes()) for row in self.gather(padded)]
 
 
 _grid: Grid | None = None

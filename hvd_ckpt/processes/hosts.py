@@ -113,7 +113,7 @@ def lost(peers: Iterable[Peer], own: Peer) -> str:
         for key in hosts
     }
     to_probe = {key: addresses[:ADDRESSES_PER_HOST] for key, addresses in to_probe.items() if addresses}
-    answering = answering_addresses({address for addresses in to_probe.values() for address in addresses})
+    answering = answering_addresses(set[str]().union(*to_probe.values()))
     silent = {key: hosts[key] for key, addresses in to_probe.items() if not answering & set(addresses)}
     if not silent:
         return ""
@@ -122,14 +122,8 @@ def lost(peers: Iterable[Peer], own: Peer) -> str:
         for (host, addresses), ranks in silent.items()
     ]
     alone = len(silent) > 1 and sum(map(len, silent.values())) == len(others)
-    verb = "does" if len(silent) == 1 else "do"
-    cause = (
-        "no other host does, so this one may be cut off"
-        if alone
-        else "it is down or cut off"
-        if len(silent) == 1
-        else "they are down or cut off"
-    )
+    verb, they = ("does", "it is") if len(silent) == 1 else ("do", "they are")
+    cause = "no other host does, so this one may be cut off" if alone else f"{they} down or cut off"
     return (
         f"{' and '.join(names)} {verb} not answer: {cause}; see to it, then start again from the newest snapshot, "
         f"on other hosts if need be"

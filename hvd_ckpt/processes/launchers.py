@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import itertools
 import math
 import os
+import subprocess
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 import psutil
@@ -23,6 +28,11 @@ def whole_in(variable: str) -> int | None:
     return _whole(os.environ.get(variable, ""))
 
 
+def first_whole(variables: Iterable[str]) -> int | None:
+    """The whole number in the first of some variables that holds one; None if none does."""
+    return next((number for number in map(whole_in, variables) if number is not None), None)
+
+
 def check_environment() -> None:
     """Refuses what would be taken for another number, or be waited for without an end.
 
@@ -37,19 +47,14 @@ def check_environment() -> None:
     if threads is not None and not all(_whole(part.strip()) for part in threads.split(",")):
         raise _wrong(THREADS, "give a whole number from 1, or unset it")
     cycle = os.environ.get(CYCLE)
-    if cycle is not None and not _is_time(cycle):
-        raise _wrong(CYCLE, "give milliseconds above 0, or unset it")
+    with contextlib.suppress(ValueError):
+        if cycle is None or 0 < float(cycle) < math.inf:
+            return
+    raise _wrong(CYCLE, "give milliseconds above 0, or unset it")
 
 
 def _whole(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
-
-
-def _is_time(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
 
 
 def _wrong(variable: str, way_out: str) -> ValueError:
@@ -98,8 +103,7 @@ def adopt_launcher() -> str | None:
 
 def launched_rank() -> int | None:
     """The rank that a launcher gave this process; None if no known launcher started it."""
-    numbers = map(whole_in, RANK_VARIABLES)
-    return next((number for number in numbers if number is not None), None)
+    return first_whole(RANK_VARIABLES)
 
 
 def launched_size() -> int:
@@ -213,3 +217,36 @@ def _command(process: psutil.Process) -> list[str]:
 def is_elastic() -> bool:
     """True in a job of Horovod Elastic, where ranks come and go."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+SINGLE_COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def set_single_copy(environment: MutableMapping[str, str]) -> None:
+    """Lets the ranks that get this environment copy twice where they cannot read each other's memory, as in most containers.
+
+    Open MPI 4 reads large messages from the memory of the rank that sends them. Otherwise it prints ``Read -1, expected 1198612,
+    errno = 1`` for each message and copies twice.
+    """
+    if SINGLE_COPY not in environment and not _may_read_memory():
+        environment[SINGLE_COPY] = "none"
+
+
+@functools.cache
+def _may_read_memory() -> bool:
+    """Whether this process may read the memory of another process of its user."""
+    # It reads from address 0 of a child: that is EFAULT where reading is allowed, else EPERM or ENOSYS. A child, since Open MPI
+    # itself asks the kernel's Yama module to allow ranks what it allows parents only.
+    buffer = ctypes.create_string_buffer(1)
+    local, remote = _Range(ctypes.addressof(buffer), 1), _Range(None, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "process_vm_readv"):
+        return True  # Open MPI has no such mechanism there either
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+        libc.process_vm_readv(child.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        number = ctypes.get_errno()
+    return number == errno.EFAULT

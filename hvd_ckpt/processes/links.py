@@ -38,9 +38,8 @@ ASK_SECONDS = 0.02  # between two questions of a process to it
 QUESTIONS = 2000  # of all processes to it in a second
 FAILURE_BYTES = 1000
 FAILURE_SECONDS = 1.0  # in which the message of a process that ends by an error is sent
-GRACE_SECONDS = (
-    4.0  # in which that process shows its traceback: a launcher of MPI ends all when the first one has gone
-)
+# In which that process shows its traceback: a launcher of MPI ends all when the first one has gone.
+GRACE_SECONDS = 4.0
 LARGEST = 2**30  # bytes of one MPI message
 EAGER_TESTS = 200  # of an MPI request, before the process sleeps between two of them
 SLEEP_SECONDS = 50e-6
@@ -195,23 +194,6 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
     return grid
 
 
-@contextlib.contextmanager
-def starting(grid: Grid) -> Iterator[None]:
-    """A context in which Horovod's environment is that of the stage's own world."""
-    before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
-    # Horovod reads rank and size from the environment as it starts.
-    # Afterwards they are those of the whole job again, as in launched_rank().
-    os.environ.update(grid.horovod.get("environment", {}))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
     each = stages * tensor
     if processes % each:
@@ -298,10 +280,8 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
         return _place(stages, tensor, 0, 1)
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
     grid = _place(stages, tensor, process, processes)
-    grid.local_rank, grid.local_size = (
-        whole_in("HOROVOD_LOCAL_RANK") or 0,
-        whole_in("HOROVOD_LOCAL_SIZE") or 1,
-    )
+    grid.local_rank = whole_in("HOROVOD_LOCAL_RANK") or 0
+    grid.local_size = whole_in("HOROVOD_LOCAL_SIZE") or 1
     grid.address = own_address(os.environ[GLOO_ADDRESS])
     store = _store(process, grid.address, _through_launcher)
     near = Listener()

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.processes import single_copy
 from hvd_ckpt.processes.commands import Process, error_line
+from hvd_ckpt.processes.launchers import set_single_copy
 
 OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
@@ -44,16 +44,8 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
     if launcher is None:
         return ProbeResult(False, "horovodrun was not found next to this Python or on PATH")
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_probe_") as folder:
-        command = [
-            *launcher,
-            "-np",
-            str(ranks),
-            f"--{controller}",
-            sys.executable,
-            "-m",
-            __spec__.name,
-            folder,
-        ]
+        how = ["-np", str(ranks), f"--{controller}"]
+        command = [*launcher, *how, sys.executable, "-m", __spec__.name, folder]
         environment = launcher_environment()
         # The ranks of a probe must not write over the timeline of a job.
         environment.pop("HOROVOD_TIMELINE", None)
@@ -88,13 +80,13 @@ def launcher_environment() -> dict[str, str]:
     """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too.
 
     Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, a setting lets it do without. So
-    does another (:mod:`.single_copy`) where ranks cannot read each other's memory.
+    does another (:func:`.launchers.set_single_copy`) where ranks cannot read each other's memory.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path}
     if not any(shutil.which(name, path=path) for name in ("ssh", "rsh")):
         environment.setdefault("OMPI_MCA_plm_rsh_agent", "")
-    single_copy.set_default(environment)
+    set_single_copy(environment)
     return environment
 
 
@@ -119,10 +111,7 @@ def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:
     total = sum(each)
     tries: dict[str, tuple[Callable[[], Any], list[float]]] = {
         "allreduce": (lambda: hvd.allreduce(mine, op=hvd.Sum, name="probe.allreduce"), [total] * (2 * size)),
-        "allgather": (
-            lambda: hvd.allgather(mine[:1], name="probe.allgather"),
-            each,
-        ),
+        "allgather": (lambda: hvd.allgather(mine[:1], name="probe.allgather"), each),
         "broadcast": (
             lambda: hvd.broadcast(mine, size - 1, name="probe.broadcast"),
             [float(size)] * (2 * size),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ import torch
 from hvd_ckpt.processes import grid, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import (
+    CYCLE,
+    THREADS,
     adopt_launcher,
     check_environment,
+    first_whole,
     is_elastic,
     ranks_sharing_cpus,
-    whole_in,
+    set_single_copy,
 )
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.extras import explain_import_error
@@ -41,11 +45,7 @@ if TYPE_CHECKING:
 
 FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
-NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
-CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
-MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 MPI_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", MPI_LOCAL_SIZE_VARIABLE, "MPI_LOCALNRANKS")
 
@@ -80,13 +80,13 @@ def init(
     * ``NCCL_NVLS_ENABLE=0``: sums that NVLink's switches compute (NVLink SHARP, from the H100 on) differ from call to call.
     * ``torch.set_num_threads(CPUs this process may use // ranks of this host that share them)``, at least 1, unless
       ``OMP_NUM_THREADS`` is set.
-    * ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if there are more) instead of 1, if the launcher starts more than one rank
-      for two CPUs of a machine. Horovod's background thread then has no CPU to itself. The cycle time is the number of
-      milliseconds between two rounds in which ranks negotiate collectives, and keep each other from computing. Over MPI, a
-      collective of your own takes up to that many milliseconds longer. The cycle time is not changed with Horovod's autotuning. It
-      is also not changed over Gloo unless `hvd-ckpt build-horovod` built Horovod. That build begins a round over Gloo when a tensor
-      is added, and makes rounds without one ten times rarer. Another build does neither, and cannot start twice with both
-      variables set.
+    * ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if there are more) instead of 1, if the launcher starts several ranks on a
+      machine, more than one for two of the CPUs that they share. Horovod's background thread then has no CPU to itself. The cycle
+      time is the number of milliseconds between two rounds in which ranks negotiate collectives, and keep each other from
+      computing. Over MPI, a collective of your own takes up to that many milliseconds longer. The cycle time is not changed with
+      Horovod's autotuning. It is also not changed over Gloo unless `hvd-ckpt build-horovod` built Horovod. That build begins a
+      round over Gloo when a tensor is added, and makes rounds without one ten times rarer. Another build does neither, and cannot
+      start twice with both variables set.
     * ``OMPI_MCA_mpi_yield_when_idle=1`` under the same condition, so that Open MPI yields its CPU while it waits.
     * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, if ranks over Open MPI cannot read each other's memory, as in most
       containers. Otherwise Open MPI prints a message for every large transfer.
@@ -143,10 +143,8 @@ def init(
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
-        for name, asked, running in (
-            ("stages", stages, grid.current().stages),
-            ("tensor", tensor, grid.current().tensor),
-        ):
+        for name, asked in (("stages", stages), ("tensor", tensor)):
+            running = getattr(grid.current(), name)
             if asked not in (1, running):
                 raise ValueError(
                     f"init(): Horovod runs with {name}={running} already, so it cannot have {asked}"
@@ -166,12 +164,10 @@ def init(
     # Before Horovod starts: it, MPI and NCCL read these variables once.
     if not _is_on(AUTOTUNE_VARIABLE):
         os.environ.setdefault(FUSION_VARIABLE, "0")
-    os.environ.setdefault(NVLS_VARIABLE, "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     _set_crowded_defaults()
     if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
-        from hvd_ckpt.processes import single_copy
-
-        single_copy.set_default(os.environ)
+        set_single_copy(os.environ)
     _check_restart()
     _set_mpi_prefix()
     # Before Horovod starts, so that a start which waits for a rank is watched, too.
@@ -187,7 +183,7 @@ def init(
     if comm is not None or not _state.communicator:
         _state.ranks_argument, _state.communicator = comm, None
     # After the start, which tells how many ranks are on this host, and when all of them have been bound to their CPUs.
-    if THREADS_VARIABLE not in os.environ:
+    if THREADS not in os.environ:
         sharing = ranks_sharing_cpus(grid.current().local_size)
         torch.set_num_threads(threads_per_rank(sharing))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
@@ -208,8 +204,17 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
     if "comm" in grid.horovod:
         kwargs["comm"] = grid.horovod["comm"]
     device_link.add_links(grid)
-    with links.starting(grid):
+    # Horovod reads rank and size from the environment as it starts: those of the stage's own world. Afterwards they are those of
+    # the whole job again, as in launched_rank().
+    world = grid.horovod.get("environment", {})
+    before = {name: os.environ[name] for name in world if name in os.environ}
+    os.environ.update(world)
+    try:
         hvd.init(**kwargs)
+    finally:
+        for name in world:
+            del os.environ[name]
+        os.environ.update(before)
     return kwargs
 
 
@@ -225,12 +230,14 @@ def repeatable() -> bool:
 
 def _set_crowded_defaults() -> None:
     """Keeps ranks that wait from disturbing ranks that compute, where they share CPUs."""
-    ranks, cpus = _launched_local_size(), allowed_cpus()
-    if 2 * ranks <= cpus or ranks == 1:
+    local_size, cpus = _launched_local_size(), allowed_cpus()
+    # Ranks that have not started yet count as sharing.
+    ranks = ranks_sharing_cpus(local_size)
+    if 2 * ranks <= cpus or local_size == 1:
         return
     if not _is_on(AUTOTUNE_VARIABLE) and _restarts_with_both_set():
-        os.environ.setdefault(CYCLE_VARIABLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
-    os.environ.setdefault(MPI_YIELD_VARIABLE, "1")
+        os.environ.setdefault(CYCLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _check_restart() -> None:
@@ -239,11 +246,11 @@ def _check_restart() -> None:
     Raises:
         RuntimeError: both variables are set, and this Horovod cannot start again with them.
     """
-    both = FUSION_VARIABLE in os.environ and CYCLE_VARIABLE in os.environ
+    both = FUSION_VARIABLE in os.environ and CYCLE in os.environ
     if both and not _restarts_with_both_set() and (_state.started or is_elastic()):
         raise RuntimeError(
-            f"init(): {CYCLE_VARIABLE}={os.environ[CYCLE_VARIABLE]} and {FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]} are "
-            f"both set, with which this build of Horovod cannot start again after shutdown(): unset {CYCLE_VARIABLE}, or use "
+            f"init(): {CYCLE}={os.environ[CYCLE]} and {FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]} are "
+            f"both set, with which this build of Horovod cannot start again after shutdown(): unset {CYCLE}, or use "
             "the Horovod that `hvd-ckpt build-horovod` builds."
         )
 
@@ -258,8 +265,8 @@ def _restarts_with_both_set() -> bool:
 
 def _launched_local_size() -> int:
     """Number of ranks that the launcher has started on this machine; 1 if no known launcher has."""
-    numbers = map(whole_in, LOCAL_SIZE_VARIABLES)
-    return next((number for number in numbers if number is not None), 1)
+    number = first_whole(LOCAL_SIZE_VARIABLES)
+    return 1 if number is None else number
 
 
 def _set_mpi_prefix() -> None:
@@ -291,10 +298,7 @@ def _fusion_reason() -> str:
 
 def _is_on(variable: str) -> bool:
     """Whether Horovod reads the variable as a number above zero (it parses with C's strtol)."""
-    text = os.environ.get(variable, "").strip()
-    digits = text.lstrip("+-")
-    number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
-    return bool(number.strip("0")) and not text.startswith("-")
+    return re.match(r"\s*\+?0*[1-9]", os.environ.get(variable, "")) is not None
 
 
 def allowed_cpus() -> int:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from typing_extensions import Self
@@ -57,9 +57,7 @@ class StopRequest:
                     self._replaced[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         self._replaced.clear()

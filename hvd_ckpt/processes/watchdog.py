@@ -57,8 +57,7 @@ class Wait(NamedTuple):
     least: float = 0.0
 
 
-@dataclass
-class Poll:
+class Poll(NamedTuple):
     """A handle that was not done when it was polled: by which thread, first when, last when."""
 
     thread: int
@@ -68,33 +67,21 @@ class Poll:
 
 @dataclass
 class Watchdog:
-    """The waits of this process and the thread that watches them; one per process.
+    """The waits of this process and the thread that watches them; one per process."""
 
-    Attributes:
-        timeout: seconds a wait may last; None without a limit.
-        waits: by thread.
-        announced: by thread, since when the wait has lasted that was announced last.
-        polls: by Horovod's handle.
-        peers: all ranks, once they have met.
-        own: this rank, likewise.
-        unlimited: threads whose waits may last.
-        looks: each is called every second, and gives what is waited for without a thread that waits.
-        ancestors: processes from this one up to its launcher, if it is to end with it.
-        stopped: seconds this process has been stopped for; the clock leaves them out.
-    """
-
-    timeout: float | None = None
     # Written by the threads that wait and read by the watchdog's, without a lock:
     # each entry is one object, and the watchdog iterates over copies.
-    waits: dict[int, Wait] = field(default_factory=dict)
-    announced: dict[int, float] = field(default_factory=dict)
-    polls: dict[int, Poll] = field(default_factory=dict)
-    peers: list[Peer] = field(default_factory=list)
-    own: Peer | None = None
-    unlimited: set[int] = field(default_factory=set)
+    waits: dict[int, Wait] = field(default_factory=dict)  # by thread
+    polls: dict[int, Poll] = field(default_factory=dict)  # by Horovod's handle
+    announced: dict[int, float] = field(default_factory=dict)  # by thread, when the last announced wait began
+    unlimited: set[int] = field(default_factory=set)  # threads whose waits may last
+    timeout: float | None = None  # seconds a wait may last; None without a limit
+    peers: list[Peer] = field(default_factory=list)  # all ranks, once they have met
+    own: Peer | None = None  # this rank, likewise
+    # Each is called every second, and gives what is waited for without a thread that waits.
     looks: Sequence[Callable[[], Wait | None]] = ()
-    ancestors: list[psutil.Process] = field(default_factory=list)
-    stopped: float = 0.0
+    ancestors: list[psutil.Process] = field(default_factory=list)  # up to the launcher, to end with it
+    stopped: float = 0.0  # seconds this process has been stopped for; the clock leaves them out
     thread: threading.Thread | None = None
     installed: bool = False
 
@@ -120,10 +107,12 @@ class Watchdog:
             self._announce()
             late = self._late()
             if late is not None:
+                thread, wait = late
+                what, seconds = wait.what or _waited_for(thread), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
-                line = self._explain(*late)
+                finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
                 if self._late() is not None:
-                    end(line)
+                    end(f"{_who(self.own)}: waited {seconds:.0f} s for {what}; {finding}")
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
@@ -162,12 +151,6 @@ class Watchdog:
                     f"{_who(self.own)}: still waiting, after {self.now() - wait.since:.0f} s, for "
                     f"{wait.what or _waited_for(thread)}; {limit}"
                 )
-
-    def _explain(self, thread: int, wait: Wait) -> str:
-        what = wait.what or _waited_for(thread)
-        seconds = self.now() - wait.since
-        finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
-        return f"{_who(self.own)}: waited {seconds:.0f} s for {what}; {finding}"
 
 
 _dog = Watchdog()
@@ -217,18 +200,22 @@ def unlimited() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Around a wait for another process that is not Horovod's: watched like any other.
+def waiting(what: str = "", least: float = 0.0) -> Iterator[None]:
+    """Around a wait for another process, which is watched; within another one, that goes on afterwards.
 
     Args:
-        what: what is waited for, in words, for the message.
+        what: what is waited for, in words, for the message; by default what the stack tells.
+        least: seconds that it may last whatever the limit is.
     """
     thread = threading.get_ident()
-    _dog.waits[thread] = Wait(_dog.now(), what)
+    around = _dog.waits.get(thread)
+    _dog.waits[thread] = Wait(_dog.now(), what, least)
     try:
         yield
     finally:
         _dog.waits.pop(thread, None)
+        if around is not None:
+            _dog.waits[thread] = around
 
 
 def now() -> float:
@@ -319,39 +306,39 @@ def _install() -> None:
     start, stop, poll = basics.init, basics.shutdown, library.horovod_torch_poll
 
     def init(*args: Any, **kwargs: Any) -> None:
-        _noted(start, "Horovod to start on all ranks", least=_time_for_hosts())(*args, **kwargs)
+        with waiting("Horovod to start on all ranks", _time_for_hosts()):
+            start(*args, **kwargs)
         _meet()
 
     def shutdown() -> None:
         _dog.peers, _dog.own = [], None
         _dog.polls.clear()
-        _noted(stop, "Horovod to end")()
+        with waiting("Horovod to end"):
+            stop()
 
     def look(handle: int) -> Any:
-        done = poll(handle)
-        if done:
-            _dog.polls.pop(handle, None)
-        elif (seen := _dog.polls.get(handle)) is not None:
-            seen.last = _dog.now()
-        else:
-            now = _dog.now()
-            # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
-            _dog.polls[handle] = Poll(threading.get_ident(), now, now)
+        done, now = poll(handle), _dog.now()
+        # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
+        thread, first, _ = _dog.polls.pop(handle, (threading.get_ident(), now, now))
+        if not done:
+            _dog.polls[handle] = Poll(thread, first, now)
         return done
 
     clear = library.horovod_torch_wait_and_clear
 
     def wait_and_clear(handle: int) -> None:
-        # Horovod's own looks without a pause, on a core that the thread which does the work may need.
-        for _ in looks(handle, library):
-            if poll(handle):
-                break
-        clear(handle)
+        _dog.polls.pop(handle, None)
+        with waiting():
+            # Horovod's own looks without a pause, on a core that the thread which does the work may need.
+            for _ in looks(handle, library):
+                if poll(handle):
+                    break
+            clear(handle)
 
     basics.init, basics.shutdown, library.horovod_torch_poll = init, shutdown, look
-    library.horovod_torch_wait_and_clear = _noted(wait_and_clear, forget=_dog.polls)
-    basics._add_process_set_impl = _noted(basics._add_process_set_impl, "a process set to be added")
-    basics._remove_process_set_impl = _noted(basics._remove_process_set_impl, "a process set to be removed")
+    library.horovod_torch_wait_and_clear = wait_and_clear
+    basics._add_process_set_impl = waiting("a process set to be added")(basics._add_process_set_impl)
+    basics._remove_process_set_impl = waiting("a process set to be removed")(basics._remove_process_set_impl)
     _dog.installed = True
 
 
@@ -364,27 +351,6 @@ def _time_for_hosts() -> float:
         float(os.environ.get(name, default))
         for name, default in (("HOROVOD_ELASTIC_TIMEOUT", "600"), ("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
     )
-
-
-def _noted(
-    function: Callable[..., Any],
-    what: str = "",
-    forget: dict[int, Poll] | None = None,
-    least: float = 0.0,
-) -> Callable[..., Any]:
-    """The function, with a note in ``waits`` while it runs; ``forget``: where its first argument is struck out."""
-    waits, now, thread = _dog.waits, _dog.now, threading.get_ident
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if forget:
-            forget.pop(args[0], None)
-        waits[thread()] = Wait(now(), what, least)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            waits.pop(thread(), None)
-
-    return call
 
 
 def _waited_for(thread: int) -> str:

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 PROGRAMS = ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount", "bash")
 NETWORK = "10.77.0"
@@ -133,9 +133,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -150,12 +148,7 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        environment: Mapping[str, str] | None = None,
+        self, name: str, command: Sequence[str], *, timeout: float, environment: Mapping[str, str] = {}
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host and waits for it, as :meth:`start`; past ``timeout`` seconds, all on the hosts is killed.
 
@@ -172,24 +165,16 @@ class Hosts:
         return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
     def start(
-        self, name: str, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+        self, name: str, command: Sequence[str], *, environment: Mapping[str, str] = {}
     ) -> subprocess.Popen[str]:
         """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one.
 
         Args:
             environment: variables beside those of this process.
         """
-        job = subprocess.Popen(
-            self.command(name, command),
-            env={**self.environment(), **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._jobs.append(job)
-        return job
+        whole = {**self.environment(), **environment}
+        self._jobs.append(_started(self.command(name, command), env=whole, stdin=subprocess.DEVNULL))
+        return self._jobs[-1]
 
     def command(self, name: str, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host, from outside."""
@@ -240,13 +225,9 @@ class Hosts:
             f"link set late-{name} up",
             f"link set wire-{name} master switch up",
         )
-        words = [
-            str(Path(__file__).with_name("late_frames.py")),
-            str(milliseconds),
-            f"to-{name}",
-            f"late-{name}",
-        ]
-        self._start_first(f"late-{name}", [*self._inside("switch", "--net"), sys.executable, *words])
+        script = str(Path(__file__).with_name("late_frames.py"))
+        words = [sys.executable, script, str(milliseconds), f"to-{name}", f"late-{name}"]
+        self._start_first(f"late-{name}", [*self._inside("switch", "--net"), *words])
         self._answer(f"late-{name}")
 
     def _write_files(self) -> None:
@@ -301,16 +282,7 @@ class Hosts:
             self._own[name] = {process for process, _ in self._all(name)}
 
     def _start_first(self, name: str, command: list[str]) -> None:
-        self._processes[name] = subprocess.Popen(
-            command,
-            env={**os.environ, "PATH": SEARCH},
-            cwd="/",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._processes[name] = _started(command, env={**os.environ, "PATH": SEARCH}, cwd="/")
 
     def _answer(self, name: str) -> str:
         """The next line that a first process says."""
@@ -339,6 +311,13 @@ class Hosts:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     if words != [b""]:  # as of one that has ended and was not waited for yet
                         yield int(folder.name), b" ".join(words).decode(errors="replace").strip()
+
+
+def _started(command: list[str], stdin: int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options
+    )
 
 
 def _namespaces() -> list[str]:

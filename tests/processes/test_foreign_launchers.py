@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flu
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
 
 def environment() -> dict[str, str]:
@@ -49,37 +52,45 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def by_slurm(script: Path, size: int, stages: int) -> list[str]:
-    """What the ranks of a job step with the variables of srun print."""
-    step = {
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": str(get_free_port()),
-    }
+@contextlib.contextmanager
+def step(command: list[str], cpus: Sequence[Iterable[int]], **variables: str) -> Iterator[list[Any]]:
+    """The ranks of a job step with the variables of srun, each on these CPUs."""
+    pipe = subprocess.PIPE
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(stages)],
-            env={**environment(), **step, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, *command],
+            env={**environment(), **variables, "SLURM_PROCID": str(rank)},
+            stdin=pipe, stdout=pipe, text=True, bufsize=1,
+            preexec_fn=lambda own=own: os.sched_setaffinity(0, own),
         )
-        for rank in range(size)
-    ]
+        for rank, own in enumerate(cpus)
+    ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+        yield ranks
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size
+            rank.communicate()
+
+
+def by_slurm(script: Path, stages: int) -> list[str]:
+    """What two ranks print."""
+    variables = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(get_free_port()),
+    }
+    with step([str(script), str(stages)], [os.sched_getaffinity(0)] * 2, **variables) as ranks:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     # Some versions of PyTorch print a line for each of their Gloo groups.
     return sorted(line for output in outputs for line in output.splitlines() if not line.startswith("[Gloo]"))
 
 
 def test_torchrun_and_srun_start_the_same_job(script: Path) -> None:
-    ranks = f"-m torch.distributed.run --nproc-per-node 2 --master-port {get_free_port()}"
-    command = [sys.executable, *ranks.split()]
+    words = f"-m torch.distributed.run --nproc-per-node 2 --master-port {get_free_port()} {script} 1".split()
     started = subprocess.run(
-        [*command, str(script), "1"],
+        [sys.executable, *words],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
@@ -89,11 +100,11 @@ def test_torchrun_and_srun_start_the_same_job(script: Path) -> None:
     lines = sorted(started.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["0 0/2 0/2 gloo", "0 1/2 1/2 gloo"]
     assert lines[0].split()[-1] == lines[1].split()[-1]  # equal weights
-    assert by_slurm(script, 2, 1) == lines
+    assert by_slurm(script, 1) == lines
 
 
 def test_stages_in_a_job_of_slurm(script: Path) -> None:
-    lines = by_slurm(script, 2, 2)
+    lines = by_slurm(script, 2)
     assert [line.rpartition(" ")[0] for line in lines] == ["0 0/1 0/1 gloo", "1 0/1 0/1 gloo"]
 
 
@@ -102,25 +113,14 @@ def test_stages_in_a_job_of_slurm(script: Path) -> None:
     [
         (TORCHRUN, "torchrun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # of anybody
-        ({**TORCHRUN, "PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
+        ({**TORCHRUN, **SRUN, "PMIX_RANK": "0"}, "torchrun"),
         ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "torchrun"),  # mpirun has started torchrun
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "1"}, None),  # MPI knows it
-        (
-            {
-                "SLURM_PROCID": "1",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "PMIX_RANK": "1",
-                "HOROVOD_CONTROLLER": "gloo",
-            },
-            "srun",
-        ),
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1"}, None),
-        (
-            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"},
-            None,  # horovodrun within a step
-        ),
+        (SRUN, "srun"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
+        ({**SRUN, "PMIX_RANK": "1"}, None),  # MPI knows it
+        ({**SRUN, "PMIX_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}, "srun"),
+        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}, None),
+        ({**SRUN, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}, None),  # horovodrun within a step
     ],
 )
 def test_only_ranks_that_nobody_else_knows(
@@ -160,12 +160,7 @@ def test_the_number_of_ranks_that_were_started(
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [
-        ("node7", "node7"),
-        ("b2,b1", "b2"),
-        ("gpu[03-05,9],login", "gpu03"),
-        ("r[1-2]n[4,6]", "r1n4"),
-    ],
+    [("node7", "node7"), ("b2,b1", "b2"), ("gpu[03-05,9],login", "gpu03"), ("r[1-2]n[4,6]", "r1n4")],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
@@ -175,13 +170,8 @@ def test_places_of_ranks_where_hosts_have_different_numbers() -> None:
     found = rank_variables("aabba", "10.0.0.1", 5)
     assert [int(one["HOROVOD_LOCAL_RANK"]) for one in found] == [0, 1, 0, 1, 2]
     assert [int(one["HOROVOD_LOCAL_SIZE"]) for one in found] == [3, 3, 2, 2, 3]
-    assert [(int(one["HOROVOD_CROSS_RANK"]), int(one["HOROVOD_CROSS_SIZE"])) for one in found] == [
-        (0, 2),
-        (0, 2),
-        (1, 2),
-        (1, 2),
-        (0, 1),
-    ]
+    assert [int(one["HOROVOD_CROSS_RANK"]) for one in found] == [0, 0, 1, 1, 0]
+    assert [int(one["HOROVOD_CROSS_SIZE"]) for one in found] == [2, 2, 2, 2, 1]
 
 
 SHARING = """
@@ -206,25 +196,8 @@ def test_ranks_that_share_cpus(bound: list[list[int]], ranks: int, sharing: int)
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARING.format(ranks)],
-            env={**environment(), "SLURM_PROCID": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            preexec_fn=lambda own=own: os.sched_setaffinity(0, [cpus[number] for number in own]),
-        )
-        for rank, own in enumerate(bound)
-    ]
-    try:
-        pipes: Any = [(process.stdin, process.stdout) for process in started]
-        assert [output.readline() for _, output in pipes] == ["started\n"] * len(bound)
-        for typed, _ in pipes:
-            typed.write("\n")
-        assert [int(output.readline()) for _, output in pipes] == [sharing] * len(bound)
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+    with step(["-c", SHARING.format(ranks)], [[cpus[number] for number in own] for own in bound]) as started:
+        assert [rank.stdout.readline() for rank in started] == ["started\n"] * len(bound)
+        for rank in started:
+            rank.stdin.write("\n")
+        assert [int(rank.stdout.readline()) for rank in started] == [sharing] * len(bound)

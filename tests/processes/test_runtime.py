@@ -37,6 +37,8 @@ for question in questions:
     except ValueError as error:
         report["errors"].append(str(error))
 torch.set_num_threads(100)
+if "SHARING" in os.environ:
+    runtime.allowed_cpus, runtime.ranks_sharing_cpus = lambda: 8, lambda ranks: ranks * int(os.environ["SHARING"])
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     hc.init()
@@ -62,6 +64,7 @@ CASES = {
     "fusion off": {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "1"},
     "fusion on": {"HOROVOD_FUSION_THRESHOLD": "67108864", "NCCL_NVLS_ENABLE": "1"},
     "autotuned": {"HOROVOD_AUTOTUNE": "1"},
+    "sharing": {"SHARING": "4"},
     "gloo": OVER_GLOO,
     "gloo, crowded": {"OMPI_COMM_WORLD_LOCAL_SIZE": "64", **OVER_GLOO},
     "gloo, both set": {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "3", **OVER_GLOO},
@@ -120,23 +123,29 @@ def test_gloo_starts_again_after_shutdown(reports: dict[str, Any]) -> None:
     assert said == 1 or "unset HOROVOD_CYCLE_TIME" in said  # a Horovod built elsewhere cannot
 
 
-@pytest.mark.parametrize(("cpus", "local_size", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_a_rank_has_threads_for_its_share_of_the_cpus(reports: dict[str, Any]) -> None:
+    assert reports["sharing"]["threads"] == 2
+
+
+@pytest.mark.parametrize(("cpus", "local_size", "threads"), [(8, 3, 2), (2, 4, 1)])
 def test_threads_per_rank(monkeypatch: pytest.MonkeyPatch, cpus: int, local_size: int, threads: int) -> None:
     monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
     assert runtime.threads_per_rank(local_size) == threads
 
 
 @pytest.mark.parametrize(
-    ("cpus", "variable", "ranks", "cycle"),
+    ("cpus", "variable", "ranks", "sharing", "cycle"),
     [
-        (2, "HOROVOD_LOCAL_SIZE", 2, "5"),
-        (2, "OMPI_COMM_WORLD_LOCAL_SIZE", 4, "10"),
-        (4, "HOROVOD_LOCAL_SIZE", 2, None),
-        (1, "HOROVOD_LOCAL_SIZE", 1, None),
+        (2, "HOROVOD_LOCAL_SIZE", 2, 2, "5"),
+        (2, "OMPI_COMM_WORLD_LOCAL_SIZE", 4, 4, "10"),
+        (4, "HOROVOD_LOCAL_SIZE", 2, 2, None),
+        (4, "HOROVOD_LOCAL_SIZE", 8, 1, None),  # each is bound to CPUs of its own
+        (1, "HOROVOD_LOCAL_SIZE", 8, 1, "5"),
+        (1, "HOROVOD_LOCAL_SIZE", 1, 1, None),
     ],
 )
 def test_ranks_that_share_cpus_wait_quietly(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, variable: str, ranks: int, cycle: str | None
+    monkeypatch: pytest.MonkeyPatch, cpus: int, variable: str, ranks: int, sharing: int, cycle: str | None
 ) -> None:
     def defaults(**chosen: str) -> dict[str, str]:
         monkeypatch.setattr(os, "environ", {variable: str(ranks), **chosen})
@@ -144,6 +153,7 @@ def test_ranks_that_share_cpus_wait_quietly(
         return {name: value for name, value in os.environ.items() if name != variable}
 
     monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
+    monkeypatch.setattr(runtime, "ranks_sharing_cpus", lambda ranks: sharing)
     quiet = {"HOROVOD_CYCLE_TIME": cycle, "OMPI_MCA_mpi_yield_when_idle": "1"}
     assert defaults() == (quiet if cycle else {})
     chosen = {"HOROVOD_CYCLE_TIME": "2", "OMPI_MCA_mpi_yield_when_idle": "0"}

@@ -40,10 +40,10 @@ CASES = {
     "announced": """
 watchdog.NOTICE_SECONDS = 0.3
 hc.init()
-watchdog._noted(time.sleep, "a test to end")(1.5)
+watchdog.waiting("a test to end")(time.sleep)(1.5)
 with watchdog.unlimited():
-    watchdog._noted(time.sleep, "work")(1)
-watchdog._noted(time.sleep, "another one")(1.5)
+    watchdog.waiting("work")(time.sleep)(1)
+watchdog.waiting("another one")(time.sleep)(1.5)
 """,
     "restarted": """
 hc.init()
@@ -69,7 +69,7 @@ assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdo
 hc.init(stall_timeout=1)
 print("waits", flush=True)
 mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
-watchdog._noted(time.sleep, "a test to end")(60)
+watchdog.waiting("a test to end")(time.sleep)(60)
 """,
     "polled": """
 poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
@@ -118,7 +118,7 @@ def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
         return watchdog._dog._late() is not None
 
-    waits = watchdog._noted(late, "a test to end")
+    waits = watchdog.waiting("a test to end")(late)
     with watchdog.unlimited():
         with watchdog.unlimited():
             assert not waits()
