@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.utils.rules import ELASTIC
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -235,6 +234,8 @@ def host_name() -> str:
 
 def features_of_job() -> dict[str, Any]:
     """What this job itself gives to the rules (:mod:`hvd_ckpt.utils.rules`)."""
+    from hvd_ckpt.utils.rules import ELASTIC
+
     grid = current()
     return {
         "stages": grid.stages if grid.stages > 1 else None,

@@ -37,8 +37,6 @@ from hvd_ckpt.processes.launchers import (
     set_single_copy,
 )
 from hvd_ckpt.utils import run_warnings
-from hvd_ckpt.utils.extras import explain_import_error
-from hvd_ckpt.utils.rules import check
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -197,6 +195,7 @@ def init(
 def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
     from hvd_ckpt.processes import device_link, links  # most jobs have neither stages nor parts
+    from hvd_ckpt.utils.rules import check
 
     given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
     check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
@@ -363,6 +362,8 @@ def _import_mpi() -> Any:
     try:
         import mpi4py
     except ImportError as error:
+        from hvd_ckpt.utils.extras import explain_import_error
+
         raise RuntimeError(f"mpi_communicator(): {explain_import_error(error) or error}") from error
     # Before `MPI` is imported, which reads them.
     mpi4py.rc.initialize = False

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.buckets import MEBIBYTE, Bucket, GradientEntry
 
 LAST_BUCKET_BYTES = MEBIBYTE
@@ -36,42 +36,36 @@ def lay_out(
         Buckets in launch order. Without ``groups`` the last one is small (about 1 MiB): it cannot leave before the backward
         pass is over, so the less it holds the more can leave early.
     """
-    # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up elements
-    # in an order that depends on their place, and the sums of the parts would differ in their last bits.
-    placed = {index: parameters[index] for index in order}
-    nbytes = {
-        index: math.prod(shape_of_first(parameter)) * parameter.dtype.itemsize
-        for index, parameter in placed.items()
-    }
+    placed = [parameters[index] for index in order]
+    nbytes, uneven = [parameter.nbytes for parameter in placed], [False] * len(placed)
+    if current().tensor > 1:
+        from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
+
+        # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up
+        # elements in an order that depends on their place, and the sums of the parts would differ in their last bits.
+        nbytes = [math.prod(shape_of_first(each)) * each.dtype.itemsize for each in placed]
+        uneven = list(map(is_uneven, placed))
     keys = _group_keys(order, groups)
     total_tail = 0
     tail_from = len(order)
-    if keys is None:
-        # The tail becomes the last bucket: the gradient that is final last, and as many before it as fit in with it.
-        while tail_from > 0:
-            size = nbytes[order[tail_from - 1]]
-            if tail_from < len(order) and total_tail + size > min(cap_bytes, LAST_BUCKET_BYTES):
-                break
-            total_tail += size
-            tail_from -= 1
+    # The tail becomes the last bucket: the gradient that is final last, and as many before it as fit in with it.
+    for size in reversed(nbytes) if keys is None else ():
+        if tail_from < len(order) and total_tail + size > min(cap_bytes, LAST_BUCKET_BYTES):
+            break
+        total_tail += size
+        tail_from -= 1
 
-    kinds = {index: (parameter.dtype, parameter.device) for index, parameter in placed.items()}
-    places = (
-        (
-            place,
-            (kinds[index], is_uneven(placed[index]), place >= tail_from if keys is None else keys[index]),
-            nbytes[index],
-        )
-        for place, index in enumerate(order)
-    )
+    kinds = [(parameter.dtype, parameter.device) for parameter in placed]
+    group_of = [place >= tail_from if keys is None else keys[index] for place, index in enumerate(order)]
+    places = zip(range(len(order)), zip(kinds, uneven, group_of), nbytes)
     runs = pack(places, cap_bytes if keys is None else float("inf"))
     buckets = []
     # Sorted by when their last gradient is final, not their first: of the order f32, bf16, bf16, f32 the bucket of bf16 is
     # complete first, although that of f32 was begun first.
     for position, run in enumerate(sorted(runs, key=lambda run: run[-1])):
-        bucket = Bucket(position, *kinds[order[run[0]]])
+        bucket = Bucket(position, *kinds[run[0]])
         for place in run:
-            bucket.add(order[place], placed[order[place]])
+            bucket.add(order[place], placed[place])
         buckets.append(bucket)
     return buckets
 
