@@ -145,7 +145,7 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
 
     Raises:
         Exception: the value of that rank cannot be pickled; on every rank.
-        ValueError: Horovod is not initialized.
+        ValueError: Horovod is not initialized, or ``root`` is no rank of ``process_set``.
     """
     require_initialized(name)
     is_root = mpi_ops.rank() == root
@@ -155,6 +155,10 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
         torch.tensor([payload.numel() if is_root else 0, 1], dtype=torch.int64), f"{name}.size", process_set
     ).tolist()
     check_present(present, process_set, name)
+    if not size:
+        raise ValueError(
+            f"root_rank {root!r} is not one of the ranks that take part; give one of them on every rank"
+        )
     if not is_root:
         payload = torch.empty(size, dtype=torch.uint8)
     payload = mpi_ops.broadcast(payload, root, name=f"{name}.value", process_set=process_set)

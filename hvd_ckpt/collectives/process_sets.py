@@ -106,20 +106,15 @@ def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
 def process_sets_of(
     groups: Sequence[Sequence[int]], process_set: Any
 ) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
-    """The process set of each group, and those that must be released. Collective, if some are missing."""
-    if len(groups) == 1:
-        return {tuple(groups[0]): process_set}, []
-    if len(groups[0]) == 1:
-        return {tuple(group): Alone(group[0]) for group in groups}, []
-    return acquire(groups)
-
-
-def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
     """The process set of each group of ranks, and those that must be released later. Collective over all ranks.
 
     Raises:
         ValueError: a set is missing and Horovod cannot add any.
     """
+    if len(groups) == 1:
+        return {tuple(groups[0]): process_set}, []
+    if len(groups[0]) == 1:
+        return {tuple(group): Alone(group[0]) for group in groups}, []
     sets: dict[tuple[int, ...], Any] = {}
     taken: list[tuple[int, ...]] = []
     for ranks in (tuple(sorted(group)) for group in groups):

@@ -175,8 +175,8 @@ class Extension:
         optimizer.sharding = sharding
         optimizer.finds_overflow_alone = self._stage > 1  # inf and nan of its own shard
         # Only now: until all ranks had found room, the model was whole, so that an error left it as it was.
-        if offload is not None and isinstance(store, ShardedParameters):
-            store.split()
+        if offload is not None and sharding.passes is not None:
+            sharding.passes.split()
         if any(self._weights.changes(group.dtype) for group in layout.groups):
             store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
         optimizer.keep_groups(optimizer)
@@ -226,12 +226,11 @@ class Extension:
         return layout, ShardedParameters(self._model, units, gathering, deferred=offload is not None)
 
     def _reducer(self, sharding: Sharding) -> ShardReducer:
-        layout, exchange, store, given = sharding.layout, sharding.exchange, sharding.store, self._options
+        layout, exchange, given = sharding.layout, sharding.exchange, self._options
         if given.replicas is not None:
             return ShardReplicaReducer(given.replicas, layout, exchange)
         how = HowReduced(self._gradients, given.op, given.prescale, given.backward_passes_per_step)
-        split = store if isinstance(store, ShardedParameters) else None
-        return ShardReducer(layout, exchange, how, _for_shards(sharding.offload), split)
+        return ShardReducer(layout, exchange, how, _for_shards(sharding.offload), sharding.passes)
 
 
 def _for_shards(offload: Offload | None) -> Offload | None:

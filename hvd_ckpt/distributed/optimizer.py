@@ -130,8 +130,8 @@ def DistributedOptimizer(
 
         methods = AdasumOptimizer
     new = wrapping(optimizer, methods)
-    communicator = options.communicator()
-    new.begin_reduction(communicator, identity, named, known_names)
+    new.identity, new.process_set, new.compression = identity, process_set, compression
+    new.parameter_names, new.known_names = {parameter: name for name, parameter in named}, known_names
     new.backward_passes_per_step = backward_passes_per_step
     if member:
         if extension is not None:
@@ -139,8 +139,8 @@ def DistributedOptimizer(
         if new.reducer is None and reduces:
             from hvd_ckpt.reduction.reducer import Reducer
 
-            assignment = options.assignment(named)
-            new.reducer = Reducer(assignment, communicator, identity, sparse_as_dense, keep_buckets)
+            how = options.assignment(named), options.communicator(), identity, sparse_as_dense, keep_buckets
+            new.reducer = Reducer(*how)
         register(new)
     result: ReducedOptimizer = new
     return result

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,9 +169,11 @@ def check_optimizer(optimizer: object) -> None:
 def _check_groups(groups: Any) -> None:
     if groups is None:
         return
-    if isinstance(groups, bool) or not (
-        isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)
-    ):
+    # A tensor would be taken for its rows, and an iterator could be read only once.
+    are_lists = isinstance(groups, list) and all(
+        isinstance(group, Iterable) and not isinstance(group, (torch.Tensor, Iterator)) for group in groups
+    )
+    if isinstance(groups, bool) or not (are_lists or (isinstance(groups, int) and groups >= 0)):
         raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
     seen: set[int] = set()
     for parameter in itertools.chain.from_iterable(groups) if isinstance(groups, list) else ():

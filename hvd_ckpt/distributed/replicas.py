@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -219,15 +220,21 @@ class Replicas:
         """Loads a state, saved on any number of ranks.
 
         Raises:
-            ValueError: the state is invalid, or of another number of replicas.
+            ValueError: the state is invalid, or of another number of replicas or another model.
         """
         ReplicasState.check(state, "the state of the replicas")
         if state["number"] != self.number:
             raise ValueError(
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"
             )
-        self.seed, self.step = state["seed"], state["step"]
         buffers = self._named_buffers()
+        for name, value in itertools.chain.from_iterable(each.items() for each in state["buffers"].values()):
+            if name not in buffers or buffers[name].shape != value.shape:
+                raise ValueError(
+                    f"the state of the replicas has a buffer '{name}' of shape {tuple(value.shape)}, which the model has not; load "
+                    "one that was saved with the same model"
+                )
+        self.seed, self.step = state["seed"], state["step"]
         self._buffers = {
             index: {
                 name: value.to(buffers[name].device, copy=True)

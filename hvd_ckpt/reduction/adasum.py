@@ -36,6 +36,7 @@ class AdasumOptimizer(ReducedOptimizer):
     """A ``DistributedOptimizer`` whose step combines what the ranks' own steps have changed; ``p.grad`` stays each rank's own."""
 
     reducer: Reducer
+    compression: Any
     reduces_updates = finds_overflow_alone = True
     has_unreduced = False
 
@@ -80,9 +81,9 @@ class AdasumOptimizer(ReducedOptimizer):
             for (name, parameter), start in zip(moving, starts):
                 change = parameter.detach() - start
                 flat = change.contiguous().view(-1)
-                wire, context = encode(flat, self._compression)
+                wire, context = encode(flat, self.compression)
                 mpi_ops.synchronize(mpi_ops.allreduce_async_(wire, name=f"{prefix}.{name}", op=Adasum))
-                decode(wire, context, self._compression, flat)
+                decode(wire, context, self.compression, flat)
                 parameter.copy_(start.add_(flat.view(change.shape)))
         self.reducer.end_step()
         self._phase = Phase.STEPPED

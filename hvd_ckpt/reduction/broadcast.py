@@ -1,4 +1,9 @@
-"""Collectives for parameters, optimizer state and objects, where Horovod's own fail or hang."""
+"""Collectives for parameters, optimizer state and objects, where Horovod's own fail or hang.
+
+These take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and shapes first. The
+optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would change AdamW's weights before
+training has begun.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,13 @@ from hvd_ckpt.collectives.agreement import (
 )
 from hvd_ckpt.collectives.asynchronous import Collectives, Work
 from hvd_ckpt.processes.devices import check_devices
-from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
+from hvd_ckpt.reduction.leveling import Live, common_state, level
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.utils.fingerprint import distinct
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import is_absent
-
-# Starting equal: rank 0's parameters and optimizer state on every rank.
-#
-# Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and
-# shapes first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would
-# change AdamW's weights before training has begun.
 
 
 def broadcast_object(
@@ -116,7 +115,8 @@ def join(device: int = -1) -> int:
                 "its step() or synchronize() on every rank first"
             )
     last = meet_after_join(device, error)
-    level_after("join()", last)
+    live = Live()
+    live.level(allgather_objects(live.states, global_process_set, "join()"), last)
     return last
 
 
@@ -139,6 +139,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     error: Exception | None = None
     tensors: list[tuple[str, torch.Tensor]] = []
     try:
+        _check_root(root_rank)
         tensors = _named_tensors(params)
     except ValueError as exception:
         error = exception
@@ -193,6 +194,7 @@ def broadcast_optimizer_state(
     options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
     error: Exception | None = None
     try:
+        _check_root(root_rank)
         for number, group in enumerate(optimizer.param_groups):
             check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
     except ValueError as exception:
@@ -216,6 +218,11 @@ def broadcast_optimizer_state(
             optimizer.state.pop(parameter, None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
     level(optimizer, dict(enumerate(states)), root_rank)
+
+
+def _check_root(root_rank: int) -> None:
+    if root_rank not in range(mpi_ops.size()):
+        raise ValueError(f"root_rank must be a rank from 0 to {mpi_ops.size() - 1}, not {root_rank!r}")
 
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
@@ -249,25 +256,21 @@ def _entries(
 
 
 def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def outline_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        beside = parameter is not None and leaf.device == parameter.device
-        return _TensorOutline(tuple(leaf.shape), leaf.dtype, beside)
+    def outline_of(tensor: torch.Tensor) -> _TensorOutline:
+        tensors.append(tensor)
+        beside = parameter is not None and tensor.device == parameter.device
+        return _TensorOutline(tuple(tensor.shape), tensor.dtype, beside)
 
-    return pytree.tree_map(outline_of, value)
+    return pytree.tree_map_only(torch.Tensor, outline_of, value)
 
 
 def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def tensor_of(leaf: Any) -> Any:
-        if not isinstance(leaf, _TensorOutline):
-            return leaf
+    def tensor_of(leaf: _TensorOutline) -> torch.Tensor:
         device = parameter.device if parameter is not None and leaf.beside_parameter else "cpu"
         tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
         return tensors[-1]
 
-    return pytree.tree_map(tensor_of, outline)
+    return pytree.tree_map_only(_TensorOutline, tensor_of, outline)
 
 
 def broadcast_tensors(

@@ -1,5 +1,7 @@
-"""Checks before the construction of a distributed optimizer: named parameters that are the same on every rank, and elastic
-jobs."""
+"""Checks before the construction of a distributed optimizer: named parameters that are the same on every rank; elastic jobs.
+
+A check raises its error on one rank; the caller hands it to :func:`agree_at_construction`, which raises it everywhere.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,6 @@ from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.unmaterialized import is_split
-
-# Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
-#
-# A check raises its error on one rank; the caller hands it to :func:`agree_at_construction`, which raises it everywhere.
-
 
 _constructed = itertools.count(1)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from horovod.torch.mpi_ops import global_process_set
-
 from hvd_ckpt.collectives.agreement import allgather_objects, broadcast_from, digest
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
@@ -95,12 +93,6 @@ class Live:
         for optimizer in self._optimizers:
             by_rank = {rank: own.get(optimizer.identity) for rank, own in enumerate(states)}
             level(optimizer, by_rank, root_rank)
-
-
-def level_after(call: str, root_rank: int) -> None:
-    """Levels all optimizers after a call in which ranks were apart. Collective."""
-    live = Live()
-    live.level(allgather_objects(live.states, global_process_set, call), root_rank)
 
 
 def agree_on_naming(optimizer: Any) -> None:

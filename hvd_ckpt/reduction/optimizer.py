@@ -14,7 +14,7 @@ everything is reduced, there is no exchange, and such a gradient is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
@@ -24,7 +24,7 @@ import torch
 
 from hvd_ckpt.collectives.agreement import in_order
 from hvd_ckpt.reduction import phases
-from hvd_ckpt.reduction.communicator import Communicator, mean_over_ranks
+from hvd_ckpt.reduction.communicator import mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.utils.unmaterialized import copied_state
@@ -43,7 +43,6 @@ class ReducedOptimizer(torch.optim.Optimizer):
     parameter_names: dict[torch.Tensor, str]
     known_names: Any
     identity: int  # of tensor names; the same on every rank
-    _compression: Any
     process_set: Any
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
@@ -63,22 +62,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         False  # with op=Adasum, which combines the ranks' updates and does not change ``p.grad``
     )
     finds_overflow_alone = (
-        False  # each rank steps on its own gradients, so that only this rank finds an inf or nan in them
+        False  # gradients differ between ranks: only this one finds an inf or nan in its own
     )
     is_local = False  # ranks have weights of their own, between which there are averages
-
-    def begin_reduction(
-        self,
-        communicator: Communicator,
-        identity: int,
-        named: Iterable[tuple[str, torch.Tensor]],
-        known_names: Any,
-    ) -> None:
-        """Initializes the reduction of a new optimizer. A reducer may be set afterwards."""
-        self._compression, self.process_set = communicator.compression, communicator.process_set
-        self.identity = identity
-        self.parameter_names = {parameter: name for name, parameter in named}
-        self.known_names = known_names
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -98,15 +84,14 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
-        reducer = self.reducer
-        if reducer is not None:
+        reducer, reduces = self.reducer, False
+        if reducer is None:
+            self._take_note()
+        else:
             reducer.check_owner()
             self._look_for_replaced(reducer)
-        reduces = reducer is not None and (not self._phase.is_reduced or reducer.any_new())
-        if reducer is not None and reduces:
-            reducer.synchronize()
-        else:
-            self._take_note()
+            if reduces := not self._phase.is_reduced or reducer.any_new():
+                reducer.synchronize()
         self._phase = Phase.SYNCHRONIZED
         return reduces
 
@@ -122,7 +107,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""
-        if self.reducer is None and (self.notice or not self._phase.is_reduced):
+        if self.notice or not self._phase.is_reduced:
             self.noticed, self.notice = self.notice, False
 
     @property

@@ -288,15 +288,12 @@ class Reducer(Machine):
         for _, work in self.in_flight:  # a second message leaves before the first bucket is waited for
             work.advance(True, GRADIENTS)
         while self.in_flight:
-            flags = self._land_first()
+            bucket, work = self.in_flight.pop(0)
+            result = work.wait(GRADIENTS)
+            if not bucket.void:
+                self._landed(bucket, result)
+            flags = result[bucket.numel :].tolist() if bucket.flags else []
         return flags
-
-    def _land_first(self) -> list[float]:
-        bucket, work = self.in_flight.pop(0)
-        result = work.wait(GRADIENTS)
-        if not bucket.void:
-            self._landed(bucket, result)
-        return result[bucket.numel :].tolist() if bucket.flags else []
 
     def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
         """The result of a bucket is here: in its storage, if nobody has another place for it."""

@@ -341,8 +341,5 @@ def _divide(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[
 
 
 def _text(words: Sequence[int]) -> str:
-    return (
-        b"".join(word.to_bytes(8, "little", signed=True) for word in words)
-        .rstrip(b"\0")
-        .decode(errors="replace")
-    )
+    packed = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+    return packed.rstrip(b"\0").decode(errors="replace")

@@ -117,7 +117,8 @@ class AveragedWeights:
         sharding = getattr(self._optimizer, "sharding", None)
         changing: list[torch.Tensor] = []
         if sharding is not None:
-            sharding.store.check_apart("AveragedWeights.applied()")
+            if sharding.passes is not None:
+                sharding.passes.check_apart("AveragedWeights.applied()")
             sharding.follow_model()
             changing += [piece.weights for piece in sharding.pieces]
             # Whole parameters as well: put back from copies they need no gather, and have their

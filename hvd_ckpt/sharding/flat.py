@@ -4,9 +4,8 @@ write.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -127,25 +126,6 @@ class FlatParameters:
             if self._format.changes(group.dtype):
                 own = group.shard_of(flat, self._exchange.rank)
                 exact.copy_(torch.where(own == self._format.rounded(exact), exact, own))
-
-    def check_apart(self, what: str) -> None:
-        """Nothing to raise: parameters are whole everywhere."""
-
-    def reshard(self) -> None:
-        """The backward passes are over; whole parameters stay."""
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """A context in which parameters are whole, as they always are."""
-        yield
-
-    @contextlib.contextmanager
-    def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
-        """A context in which parameters are whole, as they always are; no copies were needed."""
-        yield []
-
-    def unshard(self) -> None:
-        """Lets go of the parameters, which are whole."""
 
     def _place(self, index: int) -> None:
         """Moves a parameter to its view."""

@@ -77,7 +77,8 @@ class ShardedOptimizer(ReducedOptimizer):
         At stages 1 and 2 parameters are always whole. At stage 3, outside of this context and of forward and backward passes, a
         parameter has its shape but no values, and reading it raises RuntimeError.
         """
-        with self.sharding.store.gathered():
+        passes = self.sharding.passes
+        with contextlib.nullcontext() if passes is None else passes.gathered():
             yield
         self.sharding.follow_model()
 
@@ -94,8 +95,8 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             RuntimeError: at stage 3, inside a forward or backward pass.
         """
-        here = all_ranks or self.process_set.rank() == 0
-        with self.sharding.store.collected(here) as copies:
+        here, passes = all_ranks or self.process_set.rank() == 0, self.sharding.passes
+        with contextlib.nullcontext(()) if passes is None else passes.collected(here) as copies:
             state = copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
             return None if state is None else whole_model.state(state, model, all_ranks)
 
@@ -109,8 +110,8 @@ class ShardedOptimizer(ReducedOptimizer):
             RuntimeError: inside :meth:`gathered_parameters`, or a forward or backward pass.
         """
         sharding, reducer = self.sharding, self.reducer
-        sharding.store.unshard()
-        # The store comes first: it raises where it cannot be done now, and nothing has changed then.
+        if sharding.passes is not None:
+            sharding.passes.unshard()  # first: it raises where it cannot be done now, and nothing has changed then
         release(sharding.added_sets)
         if reducer is not None:
             reducer.abandon()
@@ -131,7 +132,8 @@ class ShardedOptimizer(ReducedOptimizer):
             weights.sample = store.sample
         if self._reduce() and self.sharding.stage > 1:
             self.sharding.take_gradient_shards(self.reducer)
-            self.sharding.store.reshard()
+            if self.sharding.passes is not None:
+                self.sharding.passes.reshard()
 
     def drop_gradients(self) -> None:
         super().drop_gradients()

@@ -107,15 +107,11 @@ class ShardedParameters(Passes):
 
     def find_written(self) -> RuntimeError | None:
         """The error of a pass that has written weights since the last synchronization."""
+        first = None
         for unit in self.units:
             unit.find_written()
-        return self._take_error()
-
-    def _take_error(self) -> RuntimeError | None:
-        errors = [unit.error for unit in self.units if unit.error is not None]
-        for unit in self.units:
-            unit.error = None
-        return errors[0] if errors else None
+            first, unit.error = first or unit.error, None
+        return first
 
     def _raise_error(self) -> None:
         """Raises that error on every rank, where ranks come together."""

@@ -83,18 +83,15 @@ class ComputesReplicas(Machine):
         else:
             super().after_accumulation(index)  # type: ignore[safe-super]  # that of the reducer
 
-    def synchronize(self) -> None:
-        """Reduces the gradients of this step's replicas. Collective.
-
-        Raises:
-            RuntimeError: this rank has not computed all its replicas; also what the method of the base class raises.
-        """
-        if self.active and self._computed != self.local:
-            raise RuntimeError(
+    def _settle(self) -> None:
+        super()._settle()  # type: ignore[safe-super]  # that of the reducer
+        # Also where the gradients of an earlier step are there: as one replica's they would count less.
+        there = self.active or any(parameter.grad is not None for parameter in self._parameters)
+        if there and self._computed != self.local:
+            self._report.error = self._report.error or RuntimeError(
                 f"{self._computed} of this rank's {self.local} replicas are computed; before optimizer.step(), compute each of "
                 f"optimizer.local_replicas() within `with replica:`"
             )
-        super().synchronize()
 
     def _whole(self, index: int, part: torch.Tensor | None) -> torch.Tensor | None:
         """What has left of the last replica's gradient, and a late part."""

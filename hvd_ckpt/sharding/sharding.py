@@ -108,6 +108,11 @@ class Sharding:
     def __post_init__(self) -> None:
         self.state = StateOfPieces(self.layout)
 
+    @property
+    def passes(self) -> ShardedParameters | None:
+        """The store of stage 3, where parameters are whole only while their unit runs."""
+        return self.store if isinstance(self.store, ShardedParameters) else None
+
     def piece_of(self, parameter: torch.Tensor) -> Piece | None:
         """This rank's piece of a parameter of the model; None if it has no elements of it."""
         index = self.layout.index(parameter)

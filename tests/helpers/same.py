@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import hvd_ckpt as hc
+
 
 def assert_same(one: Any, other: Any, tolerance: float = 0.0, place: str = "values") -> None:
     """The same values, with tensors bit for bit, or within this relative difference, or a tenth of it absolute."""
@@ -57,3 +59,11 @@ def whole_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Copies of the parameters of a distributed optimizer's model, by name. Collective."""
     with optimizer.gathered_parameters():
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_weights(
+    model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any, exact: bool = True
+) -> None:
+    """The weights of both are the same: bit for bit on two ranks, which add up in one order alone. Collective."""
+    tolerance = 0.0 if exact and hc.size() <= 2 else 1e-5
+    assert_same(whole_weights(model, optimizer), whole_weights(wanted, plain), tolerance)

@@ -154,6 +154,16 @@ def test_calls_that_differ_are_named_on_all_ranks() -> None:
     same_everywhere(model)
 
 
+def test_a_root_that_is_no_rank_is_an_error_everywhere() -> None:
+    model = chain()
+    for call in (
+        lambda: hc.broadcast_parameters(model.state_dict(), root_rank=hc.size()),
+        lambda: hc.broadcast_optimizer_state(adam(model), root_rank=hc.size()),
+        lambda: hc.broadcast_object(1, root_rank=hc.size()),
+    ):
+        raises_everywhere(ValueError, f"root_rank .*{hc.size()}", call)
+
+
 @pytest.mark.parametrize("what", ["root_rank", "missing", "shape", "sparse", "meta"])
 def test_broadcasts_name_what_differs(what: str) -> None:
     model = chain()

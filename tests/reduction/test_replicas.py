@@ -67,6 +67,12 @@ def test_each_replica_must_be_computed_within_its_context() -> None:
         next(replicas)
     with pytest.raises(RuntimeError, match="0 of this rank's"):
         optimizer.step()
+    for replica in optimizer.local_replicas():
+        with replica:
+            model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="0 of this rank's"):  # on gradients that a step has used
+        optimizer.step()
     with pytest.raises(RuntimeError, match="has no replicas"):
         make(model).local_replicas()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import WIDTH, batch, difference, fingerprint
+from one_process import WIDTH, batch, chain, difference, fingerprint
 from sharded import distribute
 from torch import nn
 
@@ -24,10 +24,6 @@ ONE_LAYER = 300 / 2**20  # MiB: each layer is a group
 def _small_is_not_special(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else these small groups would never wait for each other."""
     monkeypatch.setattr("hvd_ckpt.sharding.in_flight.SMALL_BYTES", 0)
-
-
-def chain(layers: int = 4) -> nn.Sequential:
-    return nn.Sequential(*[module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
 def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
@@ -177,18 +173,17 @@ def test_no_hang_where_the_backward_pass_has_other_collectives(monkeypatch: pyte
 
 @several
 def test_a_converted_parameter_is_an_error_on_every_rank() -> None:
-    torch.manual_seed(7)
     model = chain()
     optimizer = split(model)
     for step in range(2):
         backward(model, step, hc.rank())
         optimizer.step()
     if hc.rank() == 1:
-        model[2].double()
-        model[2].register_forward_pre_hook(lambda _, inputs: inputs[0].double())
-        model[2].register_forward_hook(lambda *call: call[2].float())
+        model[2][0].double()
+        model[2][0].register_forward_pre_hook(lambda _, inputs: inputs[0].double())
+        model[2][0].register_forward_hook(lambda *call: call[2].float())
     backward(model, 2, hc.rank())
-    with pytest.raises(RuntimeError, match=r"parameter '2\.\w+' has become torch.float64.* torch.float32"):
+    with pytest.raises(RuntimeError, match=r"parameter '2\.0\.\w+' has become torch.float64.* torch.float32"):
         optimizer.step()
     assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
 

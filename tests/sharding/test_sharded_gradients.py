@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import wrap
-from same import whole_weights
+from same import assert_same_weights as same_weights
 from torch import nn
 
 import hvd_ckpt as hc
@@ -103,15 +103,6 @@ def test_reading_values_is_an_error_that_says_what_to_do(stage: int) -> None:
         optimizer.step()
         plain.step()
     same_weights(model, optimizer, wanted, plain)
-
-
-def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any, exact: bool = True) -> None:
-    theirs = whole_weights(wanted, plain)
-    for name, value in whole_weights(model, optimizer).items():
-        if exact and hc.size() <= 2:
-            assert torch.equal(value, theirs[name]), name
-        else:
-            torch.testing.assert_close(value, theirs[name])
 
 
 @pytest.mark.parametrize("stage", STAGES)
