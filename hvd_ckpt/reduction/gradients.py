@@ -11,8 +11,8 @@ ARRIVING   None, or the late part so far: autograd adds to it        in flight, 
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
 REDUCED    the result, or what code has made of it since             ``grad``, if the ranks reduce again
-USED       the placeholder, until ``grad`` is cleared                 None, or zeros if it was set to zero since
-CLEARED    None, of what was used: autograd is about to add to it    as in USED, until something has been added
+USED       the placeholder, until ``grad`` is cleared                 an error in a step; zeros if it was set to zero
+CLEARED    None, of what was used: autograd is about to add to it    as in USED, also once something has been added
 =========  ========================================================  ========================================
 
 ::
@@ -24,7 +24,7 @@ CLEARED    None, of what was used: autograd is about to add to it    as in USED,
                                   +------------ None is found in grad --> DROPPED <--------------+
 
     each state -- synchronize() --> REDUCED (stages 0 and 1) or SENT (stages 2 and 3); OWN or USED, if no rank has a gradient
-    each state -- abandon() --> OWN, or at stages 2 and 3 USED, if there was a gradient
+    each state -- abandon() --> OWN
     REDUCED, USED -- an accumulation --> OWN
     SENT -- step() --> USED -- an accumulation begins --> CLEARED -- it ends --> OWN
 

@@ -46,6 +46,10 @@ UNREDUCED = (
     "synchronize(), unscale_() or clip_grad_norm_(); call optimizer.synchronize() before step() within "
     "skip_synchronize(), and no backward() between unscale_() and scaler.step()"
 )
+NOT_CLEARED = (
+    "optimizer.step() would miss gradients that an earlier step has used and nobody has cleared: they were split over the ranks "
+    "(stages 2 and 3), and nothing of them is left to add to or to use again; call optimizer.zero_grad() after each step"
+)
 SCALED_UNREDUCED = (
     "torch.amp.GradScaler.step(optimizer) was called before optimizer.synchronize(): each rank would skip or take "
     "the step by its own gradients; use hvd_ckpt.GradScaler, or call optimizer.synchronize() and "

@@ -3,14 +3,15 @@
 Code may read a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None). It then gets
 a placeholder of the right shape and without memory, and using its values is an error that says what to do. Without the placeholder
 the code would find None and leave out the gradient without an error. If None or another tensor replaces it, this is detected
-before the step. After the step it stays until gradients are cleared, as a gradient does in PyTorch.
+before the step. After the step it stays until gradients are cleared, as a gradient does in PyTorch. Nothing is left then to add to:
+a later step is an error as long as they are not.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hvd_ckpt.reduction.gradients import CLEARED, OWN, USED, AbsentGradient, TrackedGradient
+from hvd_ckpt.reduction.gradients import CLEARED, DROPPED, OWN, USED, AbsentGradient, TrackedGradient
 from hvd_ckpt.utils.torch_private import execution_engine
 
 IN_SHARDS = (
@@ -51,8 +52,12 @@ class ShardedGradient(AbsentGradient):
 class PartedGradient(TrackedGradient):
     """What stands in the ``grad`` of a parameter whose gradient goes to shards."""
 
-    __slots__ = ()
+    __slots__ = ("_grows",)  # has been added to what a step has used
     _kind = ShardedGradient
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._grows = False
 
     @property
     def _used(self) -> ShardedGradient | None:
@@ -67,16 +72,28 @@ class PartedGradient(TrackedGradient):
         used = self._used
         return used is not None and used.is_zero is True
 
+    @property
+    def is_uncleared(self) -> bool:
+        """Whether it is, or was added to, what a step has used, which nobody has cleared."""
+        self.settle()
+        if (used := self._used) is not None:
+            return not used.is_zero
+        return self._grows and self.state is not DROPPED and self.parameter.grad is not None
+
     def _hide(self) -> None:
         super()._hide()
         self.parameter.grad.is_zero = None  # type: ignore[union-attr]
 
     def make_room(self) -> None:
-        if self._used is not None:
-            self._placeholder, self.parameter.grad, self.state = self._used, None, CLEARED
+        self.settle()  # after a backward pass that has failed
+        if (used := self._used) is not None:
+            self._grows = not used.is_zero
+            self._placeholder, self.parameter.grad, self.state = used, None, CLEARED
             execution_engine.queue_callback(self.settle)
-        else:
-            super().make_room()
+            return
+        if self.parameter.grad is None and not self.is_away:  # cleared by hand since
+            self._grows = False
+        super().make_room()
 
     def settle(self) -> None:
         if self.state is CLEARED and self.parameter.grad is None:
@@ -87,7 +104,7 @@ class PartedGradient(TrackedGradient):
         self.settle()
         stays = USED if self._used is not None else OWN
         super().begin_step()
-        self.state = stays
+        self.state, self._grows = stays, False
 
     def consume(self) -> None:
         """A step has used what is in shards, or it is dropped; what has come since stays."""
@@ -103,11 +120,8 @@ class PartedGradient(TrackedGradient):
                 self.note()
 
     def abandon(self) -> None:
-        """All ranks drop it. It was there, so that ``zero_grad(set_to_none=False)`` makes zeros of it."""
-        self.settle()
-        was_there, self.parameter.grad = self.parameter.grad is not None, None
-        if was_there:
-            self.place_used(is_zero=False)
+        """All ranks drop it."""
+        self.parameter.grad, self.state = None, OWN
         self.begin_step()
 
     def place_used(self, is_zero: bool) -> None:

@@ -27,7 +27,6 @@ from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Piece
-from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
 from hvd_ckpt.sharding.surface import StateElsewhere, run_hooks
 from hvd_ckpt.utils.torch_private import pytree
@@ -137,8 +136,6 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        if isinstance(self.reducer, ShardReducer):
-            self.reducer.forget_consumed()
         self.sharding.drop_gradients()
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
@@ -173,6 +170,8 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         sharding, offload = self.sharding, self.sharding.offload
+        if closure is None:
+            self._check_cleared()
         if offload is not None:
             try:
                 # Before any rank has changed a weight.
@@ -219,11 +218,16 @@ class ShardedOptimizer(ReducedOptimizer):
         def taken() -> Any:
             with self.sharding.whole_in(self):
                 loss = closure()
+                self._check_cleared()
                 self.sharding.follow_model()
             self.sharding.take_gradients()
             return loss
 
         return taken
+
+    def _check_cleared(self) -> None:
+        if self.sharding.stage > 1:
+            self.reducer.check_cleared()
 
     def _used(self) -> list[bool]:
         if self.sharding.stage > 1:

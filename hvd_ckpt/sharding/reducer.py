@@ -27,6 +27,7 @@ from hvd_ckpt.offload.shards import Offload
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.gradients import DROPPED, OWN, USED
 from hvd_ckpt.reduction.machine import Facts, Machine
+from hvd_ckpt.reduction.phases import NOT_CLEARED
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.gradients import PartedGradient
 from hvd_ckpt.sharding.in_flight import InFlight, pack
@@ -67,6 +68,7 @@ class ShardReducer(Machine):
 
     Attributes:
         used: of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`.
+        uncleared: whether any rank had, in the last one, gradients that an earlier step has used and nobody has cleared.
     """
 
     _tracked = PartedGradient
@@ -92,7 +94,7 @@ class ShardReducer(Machine):
         )
         self._schedule = Schedule(layout, how.passes if how.replicas is None else None)
         self._needs: list[int] = []  # launches of each group that this rank needs
-        self.used = [False] * len(layout.parameters)
+        self.used, self.uncleared = [False] * len(layout.parameters), False
         # By parameter whose gradient has left in this step: in which round last.
         self._rounds: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
@@ -113,7 +115,9 @@ class ShardReducer(Machine):
     def lose(self, parameters: Sequence[torch.Tensor]) -> None:
         super().lose(parameters)
         self.consume()
-        self.forget_consumed()
+        for gradient in self._gradients:
+            if gradient.state is USED:
+                gradient.parameter.grad, gradient.state = None, OWN
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization
 
@@ -125,7 +129,19 @@ class ShardReducer(Machine):
             or ((gradient.is_away or gradient.state is DROPPED) and gradient.may_be_changed)
             for gradient in self._gradients
         )
-        return [] if unchanged else None
+        return [] if unchanged and self.uncleared == self._any_uncleared() else None
+
+    def _any_uncleared(self) -> bool:
+        """Whether this rank has gradients that an earlier step has used and nobody has cleared, and the next one would miss."""
+        optimizer = self.optimizer()
+        uncleared = {id(gradient.parameter) for gradient in self._gradients if gradient.is_uncleared}
+        groups = optimizer.param_groups if uncleared and optimizer is not None else ()
+        return any(id(parameter) in uncleared for group in groups for parameter in group["params"])
+
+    def check_cleared(self) -> None:
+        """Raises RuntimeError, the same on every rank, if a step would miss gradients that nobody has cleared."""
+        if self.uncleared:
+            raise RuntimeError(NOT_CLEARED)
 
     # ---------------------------------------------------------------------------------- the backward pass
 
@@ -189,7 +205,10 @@ class ShardReducer(Machine):
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
         flags, self._needs = self._own_flags(unsteady)
-        return self._sum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags"), 1.0
+        uncleared = torch.tensor([self._any_uncleared()], dtype=torch.float32)
+        sums = self._sum(torch.cat([uncleared, flags.tensor(), self.weights.encode().cpu()]), "flags")
+        self.uncleared = sums[0] > 0
+        return sums[1:], 1.0
 
     def _agree(self, facts: Facts) -> None:
         if self._store is not None:
@@ -300,6 +319,7 @@ class ShardReducer(Machine):
 
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
+        self.uncleared = False
         self._in_flight.clear()
         for index, gradient in enumerate(self._gradients):
             if self.used[index]:
@@ -311,12 +331,6 @@ class ShardReducer(Machine):
     def begin_clearing(self) -> None:
         # The placeholders of what no step has used can be dropped but not set to zero. A step of replicas drops zeros, too.
         self.consume()
-
-    def forget_consumed(self) -> None:
-        """All gradients have been dropped: none is there to be set to zero."""
-        for gradient in self._gradients:
-            if gradient.state is USED:
-                gradient.parameter.grad, gradient.state = None, OWN
 
     def set_zero(self, parameter: torch.Tensor) -> None:
         self._gradients[self._number_of[id(parameter)]].place_used(is_zero=True)
@@ -332,7 +346,10 @@ class ShardReducer(Machine):
         self._rounds.clear()
 
     def drop_gradients(self) -> None:
+        there = [gradient for gradient in self._gradients if gradient.parameter.grad is not None]
         self.abandon()
+        for gradient in there:
+            gradient.place_used(is_zero=False)
 
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
@@ -344,7 +361,7 @@ class ShardReducer(Machine):
         self._in_flight.drop()
         for gradient in self._gradients:
             gradient.abandon()
-        self.used[:] = [False] * len(self.used)
+        self.used[:], self.uncleared = [False] * len(self.used), False
         self.renew_names()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self.end_step()

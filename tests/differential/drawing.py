@@ -218,6 +218,9 @@ class Draw:
             return "closure"
         if self.skips and self.chance(0.4):
             how = "skip" if self.scaler else self.choose(["skip", "skip", "repeat", "twice"])
+            how = (
+                "step" if how == "repeat" and self.stage > 1 else how
+            )  # which have no gradients for a second step
         if (self.scaler and how == "synchronize") or (self.embedding == "sparse" and how == "clip"):
             how = "step"
         return how

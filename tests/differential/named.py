@@ -120,7 +120,7 @@ NAMED: dict[str, Named] = {
     "clipped": Named(_each(WHOLE, "how", *["clip"] * 4), stages=ANY),
     "synchronized": Named(_each(WHOLE, "how", *["synchronize"] * 4), stages=ANY),
     "synchronized twice": Named(_each(WHOLE, "how", *["twice"] * 4)),
-    "stepped twice": Named(_each(WHOLE, "how", *["repeat"] * 4)),
+    "stepped twice": Named(_each(WHOLE, "how", *["repeat"] * 4), stages=(0, 1)),
     **{
         f"every other step left out, cleared by {clear}": Named(
             [(WHOLE, {"clear": clear, "how": how}) for how in ("synchronize", "skip", "clip", "skip", "step")],

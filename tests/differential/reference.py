@@ -87,7 +87,7 @@ class Ranks:
         self._flags[rank] = [parameter.requires_grad for parameter in self._parameters]
 
     def clear(self, parameters: list[Tensor], zero: bool) -> None:
-        """For each rank: zeros where there is a gradient, also one that a step has used up, or None."""
+        """For each rank: zeros where there is a gradient, or None."""
         cleared = set(parameters)
         for at, parameter in enumerate(self._parameters):
             if parameter not in cleared:
@@ -102,7 +102,7 @@ class Ranks:
             if parameter not in own:
                 continue
             parts = [gradients[at] for rank, gradients in self._gradients.items() if rank in self._present]
-            present = [part for part in parts if part is not None and not _used_up(part)]
+            present = [part for part in parts if part is not None]
             found = [part.coalesce() if part.is_sparse else part for part in present]
             if not found:
                 parameter.grad = None
@@ -133,27 +133,10 @@ class Ranks:
             gradient += (random * largest * torch.finfo(gradient.dtype).eps).to(gradient.dtype)
 
     def stepped(self, own: set[Tensor]) -> None:
-        """Every rank has the gradients as they were unscaled or clipped; at stages 2 and 3 a step uses them up."""
-        used_up = self._program.stage > 1
+        """Every rank has the gradients as they were unscaled or clipped."""
         for at, parameter in enumerate(self._parameters):
             if parameter not in own:
                 continue
             gradient = parameter.grad
             for gradients in self._gradients.values():
-                if not used_up:
-                    gradients[at] = None if gradient is None else gradient.clone()
-                elif gradient is not None:
-                    gradients[at] = _use_up(gradient)
-            if used_up:
-                parameter.grad = None
-
-
-def _use_up(gradient: Tensor) -> Tensor:
-    """A gradient that counts as none until something is added to it, or it is set to zero."""
-    used = torch.zeros_like(gradient)
-    used.used_up = used._version  # type: ignore[attr-defined]
-    return used
-
-
-def _used_up(gradient: Tensor) -> bool:
-    return getattr(gradient, "used_up", None) == gradient._version
+                gradients[at] = None if gradient is None else gradient.clone()

@@ -178,6 +178,7 @@ def test_a_converted_parameter_is_an_error_on_every_rank() -> None:
     for step in range(2):
         backward(model, step, hc.rank())
         optimizer.step()
+        optimizer.zero_grad()
     if hc.rank() == 1:
         model[2][0].double()
         model[2][0].register_forward_pre_hook(lambda _, inputs: inputs[0].double())

@@ -140,6 +140,68 @@ def test_gradients_of_a_step_are_cleared_by_any_means(stage: int, clear: str) ->
     same_weights(model, optimizer, wanted, plain)
 
 
+UNCLEARED: dict[str, Callable[[Model, Any], Any]] = {
+    "another pass": lambda model, optimizer: (backward(model, 1), optimizer.step()),
+    "a pass on one rank": lambda model, optimizer: (backward(model, 1, 0), optimizer.step()),
+    "a pass through a part": lambda model, optimizer: (model.last(torch.ones(1, 6)).sum().backward(), optimizer.step()),
+    "a pass that only asks": lambda model, optimizer: (
+        torch.autograd.grad(model(torch.ones(1, 6)).sum(), trained_parameters(model)), optimizer.step()
+    ),
+    "no pass": lambda _, optimizer: optimizer.step(),
+    "by hand": lambda model, optimizer: (backward(model, 1), optimizer.synchronize(), step_alone(optimizer)),
+    "a closure": lambda model, optimizer: optimizer.step(lambda: backward(model, 1)),
+    "a scaler": lambda model, optimizer: scaled_step(model, optimizer),
+}  # fmt: skip
+
+
+def step_alone(optimizer: Any) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def scaled_step(model: Model, optimizer: Any) -> None:
+    scaler = hc.GradScaler("cpu", 2.0)
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", UNCLEARED)
+def test_gradients_that_nobody_has_cleared_are_an_error_on_every_rank(stage: int, way: str) -> None:
+    """Without shards they are added to, or used again."""
+    if stage == 3 and way in ("a pass on one rank", "a pass that only asks"):
+        pytest.skip("is refused")
+    (model, optimizer), (wanted, plain) = pairs = build(stage), build(0)
+    for number in (0, 2):
+        for one, its in pairs:
+            its.zero_grad()
+            backward(one, number)
+            its.step()
+        with pytest.raises(RuntimeError, match=r"nobody has cleared.*call optimizer\.zero_grad\(\)"):
+            UNCLEARED[way](model, optimizer)
+    for one, its in pairs:
+        its.synchronize()  # no step has missed anything yet
+        one.zero_grad()
+        backward(one, 3)
+        one.zero_grad()
+        backward(one, 4)
+        its.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+def test_gradients_of_parameters_that_no_step_updates_need_not_be_cleared() -> None:
+    (model, optimizer), (wanted, plain) = pairs = [
+        (model, wrap(model, torch.optim.SGD(model.blocks.parameters(), lr=0.1), shard=stage))
+        for model, stage in ((Model(), 3), (Model(), 0))
+    ]
+    for number in range(3):
+        for one, its in pairs:
+            backward(one, number)
+            its.step()
+            its.zero_grad()
+    same_weights(model, optimizer, wanted, plain)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
     model, optimizer = build(stage)
