@@ -49,7 +49,7 @@ class Kind:
 
     Attributes:
         folder: where their modules lie.
-        drawing, checking, shrinking: modules.
+        drawing, checking, shrinking: modules; ``checking`` is by default the first.
         parts: what divides the ranks.
         seconds: a case that says nothing for so long is ended.
     """
@@ -57,7 +57,7 @@ class Kind:
     what: str
     folder: str
     drawing: str
-    checking: str
+    checking: str = ""
     shrinking: str = ""
     parts: str = "tensor"
     on_ranks: bool = True
@@ -66,7 +66,7 @@ class Kind:
     def enter(self) -> None:
         """Imports the modules."""
         sys.path.insert(0, str(HERE / self.folder))
-        for name in (self.drawing, self.checking):
+        for name in (self.drawing, self.checking or self.drawing):
             importlib.import_module(name)
 
     def draw(self, seed: Seed, ranks: int, parts: int, controller: str) -> Any:
@@ -76,7 +76,7 @@ class Kind:
 
     def check(self, case: Any) -> Iterable[str]:
         """What is wrong with a case, and notes."""
-        return importlib.import_module(self.checking).check(case)
+        return importlib.import_module(self.checking or self.drawing).check(case)
 
     def smaller(self, case: Any) -> Iterator[Any]:
         """Cases with one thing less, the largest things first."""
@@ -92,29 +92,17 @@ KINDS = {
     "acts": Kind(
         "programs in which users act by hand", "differential", "drawing_acts", "checking_acts", "shrinking"
     ),
-    "lightning": Kind("loops of Lightning", "differential", "lightning_loops", "lightning_loops"),
-    "transformers": Kind(
-        "loops of the Trainer of transformers", "differential", "transformers_loops", "transformers_loops"
-    ),
-    "stages": Kind(
-        "chains in schedules of stages, which end as whole", "parallel/pipeline", "random_stages", "random_stages", parts="stages"
-    ),
-    "recipes": Kind("models and recipes of tensor parallelism", "parallel/tensor", "random_recipes", "random_recipes"),
-    "fuzz": Kind("hostile inputs, some of one kind", "fuzz", "inputs", "inputs", on_ranks=False, seconds=300.0),
-    "kills": Kind(
-        "runs that are killed and started again", "faults", "faults.kill", "faults.kill", on_ranks=False, seconds=1500.0
-    ),
-    "saves": Kind(
-        "processes that are killed within a save", "faults", "faults.save", "faults.save", on_ranks=False, seconds=300.0
-    ),
-    "resumes": Kind(
-        "jobs of other layouts that resume", "faults", "faults.resumes", "faults.resumes", on_ranks=False, seconds=600.0
-    ),
-    "soak": Kind(
-        "a run of half an hour that is measured", "faults", "faults.soak", "faults.soak", on_ranks=False, seconds=2400.0
-    ),
-    "zoo": Kind("an architecture in every way of recomputation", "zoo", "checks", "checks", on_ranks=False, seconds=300.0),
-    "zoo-ranks": Kind("an architecture with sharded parameters", "zoo", "ranks", "ranks"),
+    "lightning": Kind("loops of Lightning", "differential", "lightning_loops"),
+    "transformers": Kind("loops of the Trainer of transformers", "differential", "transformers_loops"),
+    "stages": Kind("chains in schedules of stages, which end as whole", "parallel/pipeline", "random_stages", parts="stages"),
+    "recipes": Kind("models and recipes of tensor parallelism", "parallel/tensor", "random_recipes"),
+    "fuzz": Kind("hostile inputs, some of one kind", "fuzz", "inputs", on_ranks=False, seconds=300.0),
+    "kills": Kind("runs that are killed and started again", "faults", "faults.kill", on_ranks=False, seconds=1500.0),
+    "saves": Kind("processes that are killed within a save", "faults", "faults.save", on_ranks=False, seconds=300.0),
+    "resumes": Kind("jobs of other layouts that resume", "faults", "faults.resumes", on_ranks=False, seconds=600.0),
+    "soak": Kind("a run of half an hour that is measured", "faults", "faults.soak", on_ranks=False, seconds=2400.0),
+    "zoo": Kind("an architecture in every way of recomputation", "zoo", "checks", on_ranks=False, seconds=300.0),
+    "zoo-ranks": Kind("an architecture with sharded parameters", "zoo", "ranks"),
 }  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from hvd_ckpt.planning.inputs import copied, tensors_of
 from hvd_ckpt.planning.policy import base_class
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
+from hvd_ckpt.recompute.region import is_transformed
 from hvd_ckpt.recompute.sequential import places_of
-from hvd_ckpt.recompute.transforms import is_transformed
 from hvd_ckpt.utils.torch_private import is_compiled
 
 _LEAVES_WITH_WEIGHTS = 2  # number of leaf modules with weights in one block of consecutive leaf modules

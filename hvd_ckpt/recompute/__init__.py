@@ -10,7 +10,6 @@ Functions and segments, run again as a whole:
     environment    settings and modes, restored with it
     written        tensors that a first pass has written
     containers     nested arguments and results
-    transforms     transforms that do not work with recomputation
 
 Single calls, dropped and replayed:
 

@@ -15,14 +15,8 @@ from torch.nn import functional
 
 from hvd_ckpt.utils.torch_private import OpOverload, OpOverloadPacket
 
-_STATISTICS = {
-    functional.batch_norm: 1,
-    functional.instance_norm: 1,
-    torch.batch_norm: 3,
-    torch.instance_norm: 3,
-}
-"""Functions that update running statistics past the version counters, with the position of these among their arguments. The
-result does not depend on the statistics that are updated."""
+_STATISTICS = {"batch_norm", "cudnn_batch_norm", "instance_norm", "miopen_batch_norm", "native_batch_norm"}
+"""Functions that update running statistics past the version counters. The result does not depend on those that are updated."""
 
 _attributes: Any = Tensor  # whose getters are functions
 UNREPEATABLE = {
@@ -166,9 +160,9 @@ def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int
 
 def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The running statistics that a call updates, and so does not read."""
-    first = _STATISTICS.get(func)
-    if first is None:
+    if call_name(func).partition(".")[0] not in _STATISTICS or is_custom(func):
         return []
+    first = 1 if func in (functional.batch_norm, functional.instance_norm) else 3
     usual = kwargs.get("training", kwargs.get("use_input_stats", func is functional.instance_norm))
     if not (args[5] if len(args) > 5 else usual):
         return []

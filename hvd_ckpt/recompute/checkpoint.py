@@ -23,9 +23,8 @@ from torch.utils.checkpoint import (
 
 from hvd_ckpt.processes.parts import partitioned
 from hvd_ckpt.recompute.containers import Arguments, flatten
-from hvd_ckpt.recompute.region import Reach, Region, reach
+from hvd_ckpt.recompute.region import Reach, Region, reach, refuse_transforms
 from hvd_ckpt.recompute.state import requires_grad_of, requiring_grad
-from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.utils.frames import keeps_everything
 from hvd_ckpt.utils.torch_private import disable_dynamo
 
@@ -136,8 +135,10 @@ def _run(
             # a parameter out of reach.
             return function(*args, **kwargs)
         return _checkpoint_reentrant(run, options.preserve_rng_state)
+    # The exception that stops a recomputation does not come through the interpreter of TorchScript.
+    stops = options.early_stop and not any(isinstance(one, torch.jit.ScriptModule) for one in reached.modules)
     # The argument early_stop of PyTorch's checkpoint exists only since PyTorch 2.9.
-    with nullcontext() if options.early_stop else set_checkpoint_early_stop(False):
+    with nullcontext() if stops else set_checkpoint_early_stop(False):
         result = torch.utils.checkpoint.checkpoint(
             run,
             *run.tensors,

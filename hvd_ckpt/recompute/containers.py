@@ -7,6 +7,7 @@ must see them as they were. So a container is described when the first pass begi
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -68,21 +69,23 @@ def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     if node is not None:
         children, context = node.flatten_fn(value)
         return list(children), lambda new: node.unflatten_fn(new, context)
+    attributes = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = list(vars(value)) if hasattr(value, "__dict__") else _set_fields(value)
-        return [getattr(value, name) for name in names], lambda new: _with_attributes(kind, names, new)
-    if isinstance(value, dict) and kind.__init__ is dict.__init__:  # a subclass that adds methods
-        keys, attributes = list(value), list(vars(value).items()) if hasattr(value, "__dict__") else []
-        return list(value.values()), lambda new: _with_items(kind, keys, new, attributes)
-    if isinstance(value, list) and kind.__init__ is list.__init__:
-        return list(value), kind
-    if _is_plain_object(kind) and _holds_tensors(value, _OBJECTS):
-        names = list(vars(value))
-        return list(vars(value).values()), lambda new: _with_attributes(kind, names, new)
-    return None
+        slots = [field.name for field in dataclasses.fields(value)] if not hasattr(value, "__dict__") else []
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    elif isinstance(value, (dict, list)):
+        if kind.__init__ not in _INITS:  # of a subclass that adds more than methods
+            return None
+        keys = list(value) if isinstance(value, dict) else None
+        items = list(value) if keys is None else list(value.values())
+        return items, lambda new: _set(kind(new if keys is None else zip(keys, new)), attributes)
+    elif not (_is_plain_object(kind) and _holds_tensors(value, _OBJECTS)):
+        return None
+    return list(attributes.values()), lambda new: _set(object.__new__(kind), dict(zip(attributes, new)))
 
 
 _OBJECTS = 3  # levels of plain objects that are searched for tensors
+_INITS: tuple[Any, ...] = (dict.__init__, OrderedDict.__init__, list.__init__)
 
 
 def _is_plain_object(kind: type) -> bool:
@@ -109,20 +112,9 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 _SCALARS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 
 
-def _set_fields(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-
-def _with_attributes(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
-    new: Any = object.__new__(kind)
-    for name, value in zip(names, values):
+def _set(new: Any, attributes: dict[str, Any]) -> Any:
+    for name, value in attributes.items():
         object.__setattr__(new, name, value)  # also works for a frozen data class
-    return new
-
-
-def _with_items(kind: type, keys: Sequence[Any], values: Sequence[Any], attributes: Sequence[Any]) -> Any:
-    new: Any = kind(zip(keys, values))
-    vars(new).update(attributes)
     return new
 
 

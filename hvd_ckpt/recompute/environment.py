@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
 
 import torch
-from torch.nn.attention import sdpa_kernel
 
-from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
+from hvd_ckpt.recompute.keeper import ATTENTION, DEFAULT_DTYPE, Global
 from hvd_ckpt.utils.torch_private import (
+    LIBRARIES,
     PRIVATE_OBSERVERS,
     DeviceContext,
     TorchDispatchMode,
@@ -72,9 +71,10 @@ class Modes:
             frozenset(self._variables),
         )
 
-    def equals(self, other: Modes) -> bool:
+    def __eq__(self, other: object) -> bool:
         return (
-            _same(self.functions, other.functions)
+            isinstance(other, Modes)
+            and _same(self.functions, other.functions)
             and _same(self.operations, other.operations)
             and self.device == other.device
             and len(self._variables) == len(other._variables)
@@ -189,13 +189,12 @@ def _in_operations(wanted: Sequence[Any]) -> Iterator[None]:
 class Environment:
     """The modes, context variables and settings that the calling thread has now.
 
-    Settings are the default dtype, the kernels that attention may use, and whether algorithms are deterministic. Autocast and the
-    random state of PyTorch are restored by what recomputes.
+    Settings are those in :data:`_GLOBALS`. Autocast and the random state of PyTorch are restored by what recomputes.
     """
 
     def __init__(self) -> None:
         self._modes = Modes()
-        self._settings = _settings()
+        self._settings = tuple(setting.get() for setting in _GLOBALS)
 
     @property
     def key(self) -> Hashable:
@@ -213,37 +212,22 @@ class Environment:
         outside: Environment | None = None,
     ) -> Any:
         """Runs ``function(*args, **kwargs)`` in this environment. ``outside`` is as in :meth:`Modes.run`."""
-        modes, settings = None if outside is None else outside._modes, _settings()
-        if settings == self._settings:
-            return self._modes.run(function, args, kwargs, modes)
         with contextlib.ExitStack() as restore:
-            for change, now, then in zip(_CHANGES, settings, self._settings):
-                if now != then:
-                    restore.enter_context(change(then))
-            return self._modes.run(function, args, kwargs, modes)
+            for setting, value in zip(_GLOBALS, self._settings):
+                if setting.get() != value:
+                    restore.enter_context(setting.changed(value))
+            return self._modes.run(function, args, kwargs, None if outside is None else outside._modes)
 
 
-def _settings() -> tuple[Any, ...]:
-    return (
-        torch.get_default_dtype(),
-        attention_kernels(),
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-    )
-
-
-@contextlib.contextmanager
-def _deterministic(mode: tuple[bool, bool]) -> Iterator[None]:
-    now = _settings()[2]
-    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(now[0], warn_only=now[1])
-
-
-# In the order of _settings(): how each of them is changed for a while.
-_CHANGES: tuple[Callable[[Any], AbstractContextManager[Any]], ...] = (
-    default_dtype,
-    lambda allowed: sdpa_kernel(list(allowed)),
-    _deterministic,
+_GLOBALS = (
+    DEFAULT_DTYPE,
+    ATTENTION,
+    Global(
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    ),
+    *map(Global._make, LIBRARIES),
 )

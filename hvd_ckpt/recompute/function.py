@@ -16,11 +16,11 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hvd_ckpt.recompute.containers import Arguments
-from hvd_ckpt.recompute.keeper import RandomState
+from hvd_ckpt.recompute.keeper import RandomState, autocast_context, autocast_state
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.recompute.state import requiring_grad
 from hvd_ckpt.utils.frames import keeps_everything
-from hvd_ckpt.utils.torch_private import get_autocast_kwargs, infer_device_type
+from hvd_ckpt.utils.torch_private import infer_device_type
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -45,7 +45,7 @@ class CheckpointFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, function: Any, n: int, *args: Any) -> Any:
         """Runs ``function(*args[:n])``; see the class."""
-        if not keeps_everything():
+        if torch.is_grad_enabled() and not keeps_everything():
             return super().apply(function, n, *args)  # type: ignore[no-untyped-call]
         _check(function, n, args)
         outputs = function(*args[:n])
@@ -60,8 +60,8 @@ class CheckpointFunction(torch.autograd.Function):
         # Autograd holds the tensors, also those in containers, and raises an error if one of them was changed in place since.
         ctx.arguments = Arguments(args)
         ctx.save_for_backward(*ctx.arguments.tensors)
+        ctx.environment = _environment({tensor.device: tensor for tensor in ctx.arguments.tensors}.values())
         ctx.arguments.tensors = []
-        ctx.environment = _environment(args[:n])
         ctx.region = Region(function, reach(function, args[:n]), variant="CheckpointFunction")
         ctx.checked = False
         outputs = ctx.region(*args[:n])  # autograd calls this with gradients off
@@ -76,85 +76,74 @@ class CheckpointFunction(torch.autograd.Function):
             )
         args = ctx.arguments.rebuild(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
-        # The parameters that the gradients are asked for are those of the forward pass, frozen or unfrozen since.
-        with requiring_grad(args[ctx.n :], list(needed[ctx.n :])):
-            return CheckpointFunction._gradients(ctx, args, needed, gradients)
-
-    @staticmethod
-    def _gradients(
-        ctx: Any, args: Sequence[Any], needed: Sequence[bool], gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor | None, ...]:
         # Detached inputs and the parameters themselves are the ends of the recomputed graph. autograd.grad() returns their
         # gradients and accumulates nothing. The outer graph adds the contributions of all regions, and then accumulates each sum
         # once.
-        inputs = [
-            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else arg
+        detached = {
+            id(arg): arg.detach().requires_grad_(wanted)
             for arg, wanted in zip(args[: ctx.n], needed)
-        ]
-        with ctx.environment(), torch.enable_grad():
-            outputs = ctx.region(*inputs)
-        if isinstance(outputs, torch.Tensor):
-            outputs = (outputs,)
-        if not any(isinstance(output, torch.Tensor) and output.requires_grad for output in outputs):
-            raise RuntimeError(
-                "No output of the function given to CheckpointFunction has requires_grad=True when it is recomputed, "
-                "though its arguments do, so their gradients would be lost: call it without CheckpointFunction."
-            )
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients)
-            if gradient is not None and isinstance(output, torch.Tensor) and output.requires_grad
-        ]
+            if isinstance(arg, torch.Tensor)
+        }
+        inputs = [detached.get(id(arg), arg) for arg in args[: ctx.n]]
         result: list[torch.Tensor | None] = [None] * (2 + len(args))
-        if not pairs:
-            return tuple(result)
-        arguments = [*inputs, *args[ctx.n :]]
-        wanted = [index for index, need in enumerate(needed) if need]
-        targets = [arguments[index] for index in wanted]
-        ends = {get_gradient_edge(target).node for target in targets}
-        if not ctx.checked:
-            _check_all_listed([output for output, _ in pairs], ends)
-            # The graph of a further recomputation is the same, and a walk through all of it takes time.
-            ctx.checked = True
-        with _without_hooks(ends):
-            computed = torch.autograd.grad(
-                [output for output, _ in pairs],
-                targets,
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-            )
-        for index, gradient in zip(wanted, computed):
-            result[2 + index] = gradient
+        # The parameters that the gradients are asked for are those of the forward pass, frozen or unfrozen since.
+        with requiring_grad(args[ctx.n :], list(needed[ctx.n :])):
+            with ctx.environment(), torch.enable_grad():
+                outputs = ctx.region(*inputs)
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            if not any(isinstance(output, torch.Tensor) and output.requires_grad for output in outputs):
+                raise RuntimeError(
+                    "No output of the function given to CheckpointFunction has requires_grad=True when it is recomputed, "
+                    "though its arguments do, so their gradients would be lost: call it without CheckpointFunction."
+                )
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients)
+                if gradient is not None and isinstance(output, torch.Tensor) and output.requires_grad
+            ]
+            if not pairs:
+                return tuple(result)
+            # A tensor that is given twice, such as a tied weight, gets its gradient once.
+            places = {
+                id(arg): (2 + at, arg) for at, arg in enumerate([*inputs, *args[ctx.n :]]) if needed[at]
+            }
+            targets = [arg for _, arg in places.values()]
+            ends = {get_gradient_edge(target).node for target in targets}
+            if not ctx.checked:
+                _check_all_listed([output for output, _ in pairs], ends)
+                # The graph of a further recomputation is the same, and a walk through all of it takes time.
+                ctx.checked = True
+            with _without_hooks(targets):
+                kept, incoming = zip(*pairs)
+                computed = torch.autograd.grad(kept, targets, incoming, allow_unused=True)
+        for (place, _), gradient in zip(places.values(), computed):
+            result[place] = gradient
         return tuple(result)
 
 
-def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that makes a context with the current random state and autocast state."""
-    device_type: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
-    autocast, cpu_autocast = get_autocast_kwargs(device_type)  # type: ignore[no-untyped-call]
-    random = RandomState(*inputs)
+def _environment(tensors: Iterable[torch.Tensor]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function that makes a context with the current random state and autocast state, on the devices of some tensors."""
+    autocast = autocast_state(infer_device_type(*tensors))  # type: ignore[no-untyped-call]
+    random, cache = RandomState(*tensors), torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        of_device = contextlib.nullcontext() if autocast is None else torch.autocast(device_type, **autocast)
-        with random(), of_device, torch.autocast("cpu", **cpu_autocast):
+        with random(), autocast_context(autocast, cache):
             yield
 
     return context
 
 
 @contextlib.contextmanager
-def _without_hooks(ends: Iterable[Node]) -> Iterator[None]:
-    """A context in which the hooks on the leaves among ``ends`` do not run.
+def _without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A context in which the hooks on tensors do not run.
 
     Autograd calls a hook with the sum of all contributions to a gradient. Here only one contribution is known, and a hook that
     changes the gradient must not change it twice.
     """
     with contextlib.ExitStack() as restore:
-        for end in ends:
-            leaf = _leaf(end)
-            hooks = None if leaf is None else leaf._backward_hooks
-            if hooks:
+        for tensor in tensors:
+            if hooks := tensor._backward_hooks:
                 restore.callback(hooks.update, dict(hooks))
                 hooks.clear()
         yield

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed, compress
@@ -241,41 +240,60 @@ AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 def autocast_state(device: str) -> AutocastState:
     """Whether autocast is on, and its dtype, on the CPU and the device."""
     cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    if device == "cpu":
+    if device == "cpu" or not torch.amp.is_autocast_available(device):  # such as "meta"
         return (cpu,)
     return cpu, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
 
 @contextlib.contextmanager
-def autocast_context(state: AutocastState) -> Iterator[None]:
-    """A context that restores a state of autocast, without its cache of casts."""
+def autocast_context(state: AutocastState, cache: bool = False) -> Iterator[None]:
+    """A context that restores a state of autocast, with or without its cache of casts."""
     with contextlib.ExitStack() as stack:
         for kind, enabled, dtype in state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context with another default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class Global(NamedTuple):
+    """A setting of the whole process: how it is read, and how it is set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    @contextlib.contextmanager
+    def changed(self, value: Any) -> Iterator[None]:
+        """A context in which it has another value."""
+        before = self.get()
+        if before == value:
+            yield
+            return
+        self.set(value)
+        try:
+            yield
+        finally:
+            self.set(before)
 
 
-def attention_kernels() -> tuple[SDPBackend, ...]:
-    """The kernels that attention may use now. Each kernel saves different tensors."""
+def _attention_kernels() -> tuple[bool, ...]:
     switches: Any = torch.backends.cuda  # they are valid on every device
-    enabled = (
-        (SDPBackend.FLASH_ATTENTION, switches.flash_sdp_enabled()),
-        (SDPBackend.EFFICIENT_ATTENTION, switches.mem_efficient_sdp_enabled()),
-        (SDPBackend.MATH, switches.math_sdp_enabled()),
-        (SDPBackend.CUDNN_ATTENTION, switches.cudnn_sdp_enabled()),
+    return (
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+        switches.cudnn_sdp_enabled(),
     )
-    return tuple(kernel for kernel, on in enabled if on)
+
+
+def _allow_kernels(allowed: tuple[bool, ...]) -> None:
+    switches: Any = torch.backends.cuda
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    for kernel, on in zip(kernels, allowed):
+        getattr(switches, f"enable_{kernel}_sdp")(on)
+
+
+DEFAULT_DTYPE = Global(torch.get_default_dtype, torch.set_default_dtype)
+ATTENTION = Global(_attention_kernels, _allow_kernels)
+"""The kernels that attention may use. Each kernel saves different tensors."""
 
 
 class RandomState:

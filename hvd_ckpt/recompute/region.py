@@ -3,6 +3,9 @@
 A checkpointed function is often not a module but an object that contains modules: a bound method, a lambda, a ``partial``, a list
 of layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
 (:mod:`.state`) and for the parameters that need gradients.
+
+Forward-mode derivatives and the transforms of :mod:`torch.func` are refused: their tensors belong to the level of the transform,
+which has ended when the backward pass recomputes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +24,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.recompute.containers import flatten
@@ -35,7 +41,13 @@ from hvd_ckpt.recompute.watch import Watch
 from hvd_ckpt.utils.frames import Frame, aside
 from hvd_ckpt.utils.random_sources import GENERATORS
 from hvd_ckpt.utils.spans import span
-from hvd_ckpt.utils.torch_private import StopRecomputationError, is_compiled, top_saved_tensors_default_hooks
+from hvd_ckpt.utils.torch_private import (
+    StopRecomputationError,
+    dual_level,
+    in_functorch,
+    is_compiled,
+    top_saved_tensors_default_hooks,
+)
 
 # Limit of the functions and containers between the callable and a module: enough for a lambda around a partial of a bound method
 # over a list of modules. Containers longer than the second limit hold data and not layers.
@@ -111,29 +123,31 @@ def _visit(
     if held is None:
         if not open_objects:
             return
-        held = list(getattr(value, "__dict__", {}).values())
+        slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+        names = (name for own in slots for name in ([own] if isinstance(own, str) else own))
+        held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
         open_objects = False
     for item in held:
         _visit(item, reached, seen, opened, depth - 1, open_objects)
 
 
-def _add_module(root: nn.Module, reached: Reach, seen: set[int]) -> None:
-    pending = [root]
-    while pending:
-        module = pending.pop()
-        if id(module) in seen:
-            continue
+def _add_module(module: nn.Module, reached: Reach, seen: set[int]) -> None:
+    if id(module) not in seen:
         seen.add(id(module))
         reached.modules.append(module)
-        pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
+        for child in module._modules.values():
+            if child is not None:
+                _add_module(child, reached, seen)
 
 
 def _held_by(value: Any) -> list[Any] | None:
     """The values that a container or a function holds; None for a plain object."""
     if isinstance(value, Mapping):
         return list(value.values()) if len(value) <= _MAX_ITEMS else []
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, weakref.ref):
+        return [value()]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if inspect.ismethod(value):
@@ -167,6 +181,29 @@ def _names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _names(constant)
     return names
+
+
+def is_transformed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call runs inside a transform of :mod:`torch.func`, or on tensors that carry a forward-mode derivative."""
+    if in_functorch() or dual_level() < 0:
+        return in_functorch()
+    reached = reach(function, args, kwargs)
+    parameters = (parameter for module in reached.modules for parameter in module._parameters.values())
+    with torch.no_grad():
+        return any(
+            forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+            for tensor in (*reached.tensors, *parameters)
+            if tensor is not None
+        )
+
+
+def refuse_transforms(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeError if :func:`is_transformed`; called in a forward pass that would be recomputed."""
+    if is_transformed(function, args, kwargs):
+        raise RuntimeError(
+            "Forward-mode derivatives and the transforms of torch.func (jvp, vmap, grad, ...) cannot pass through a block that is "
+            "recomputed, by a plan or a checkpoint: run this forward pass inside `with hc.without_recomputation():`."
+        )
 
 
 _UNFILLED = (
@@ -276,7 +313,7 @@ class Region:
         # on, and what is recomputed is compared with the beginning of the first pass. That proves nothing about its rest.
         is_middle = self._state.note_written()
         if self._watched is not None:
-            self._watched.finish()
+            self._watched.hand_on()
         if self._verification is not None:
             self._verification.is_over = not is_middle
         if self._state.lost:
@@ -342,7 +379,7 @@ class Region:
         if is_first:
             self._watched = watch
         try:
-            with watch.hooks(*hooks):
+            with torch.autograd.graph.saved_tensors_hooks(functools.partial(watch.pack, hooks[0]), hooks[1]):
                 yield lambda result: None
             self._filled_late = watch.filled_late()
         except StopRecomputationError:
@@ -355,7 +392,7 @@ class Region:
                 raise self._verification.error([_UNFILLED]) from None
             raise
         finally:
-            watch.finish()
+            watch.hand_on()
             if is_first:
                 self._watched = None
 

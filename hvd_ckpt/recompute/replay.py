@@ -16,26 +16,24 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
 from hvd_ckpt.recompute.environment import Modes
 from hvd_ckpt.recompute.keeper import (
+    ATTENTION,
+    DEFAULT_DTYPE,
+    AutocastState,
     Kept,
-    Later,
     Plain,
     RandomState,
-    attention_kernels,
     autocast_context,
     autocast_state,
     changed_in_place,
-    default_dtype,
     memory_of,
     saving_nothing,
     version_of,
@@ -78,31 +76,18 @@ class Reference:
     requires_grad: bool
 
 
-class Setting:
-    """What the results of a call depend on beside its arguments; calls that ran one after the other usually share one.
+class Setting(NamedTuple):
+    """What the results of a call depend on beside its arguments; calls that ran one after the other usually share one."""
 
-    Attributes:
-        grad: whether gradients were enabled.
-        autocast: whether autocast was on, and for what.
-        dtype: the default dtype.
-        modes: the modes that it ran in (of torch function modes, those outside of the tape), and the context variables.
-    """
+    grad: bool  # whether gradients were enabled
+    autocast: AutocastState
+    dtype: torch.dtype  # the default dtype
+    modes: Modes  # in which it ran; of torch function modes, those outside of the tape
 
-    __slots__ = ("autocast", "dtype", "grad", "modes")
-
-    def __init__(self, device: str) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.autocast = autocast_state(device)
-        self.dtype = torch.get_default_dtype()
-        self.modes = Modes()
-
-    def equals(self, other: Setting) -> bool:
-        return (
-            self.grad == other.grad
-            and self.autocast == other.autocast
-            and self.dtype == other.dtype
-            and self.modes.equals(other.modes)
-        )
+    @classmethod
+    def now(cls, device: str) -> Setting:
+        """The setting of a call that runs now, on a device."""
+        return cls(torch.is_grad_enabled(), autocast_state(device), torch.get_default_dtype(), Modes())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -112,56 +97,55 @@ class Setting:
             # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
             if any(state[1] for state in (*self.autocast, *autocast_state(self.autocast[-1][0]))):
                 stack.enter_context(autocast_context(self.autocast))
-            if self.dtype != torch.get_default_dtype():
-                stack.enter_context(default_dtype(self.dtype))
+            stack.enter_context(DEFAULT_DTYPE.changed(self.dtype))
             yield
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """A torch function that ran in the forward pass.
 
     Attributes:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
-        inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
-        wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
-        references: the results of earlier calls among its arguments, each once.
         setting: what else its results depend on.
         random: the random state that it started from, if it has drawn random numbers.
         attention: the kernels that attention was allowed to use, if the call may be an attention.
+        references: the results of earlier calls among its arguments, each once.
+        inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
+        wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
+        cache: for keys of ``wanted``: the tensor, the number of holders that have not unpacked it yet, and its version.
         in_place: it changes its first argument.
         alias: its results lie in the memory of kept arguments.
         read: a later dropped call reads one of its results.
-        cache: for keys of ``wanted``: the tensor, the number of holders that have not unpacked it yet, and its version.
     """
 
-    __slots__ = (
-        "alias", "args", "attention", "cache", "func", "in_place", "inner", "kwargs", "number", "random", "read", "references",
-        "setting", "wanted",
-    )  # fmt: skip
+    func: Callable[..., Any]
+    number: int
+    setting: Setting
+    random: RandomState | None = None
+    attention: tuple[bool, ...] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    references: list[Reference] = field(default_factory=list)
+    inner: int = 0
+    wanted: dict[int, int] = field(default_factory=dict)
+    cache: dict[int, list[Any]] = field(default_factory=dict)
+    in_place: bool = False
+    alias: bool = False
+    read: bool = False
 
-    def __init__(
-        self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Setting | None = None
-    ) -> None:
-        """``earlier`` is the setting of another call, which is kept if it is still the same."""
-        self.func = func
-        self.number = number
-        setting = Setting(inputs[0].device.type if inputs else "cpu")
-        self.setting = earlier if earlier is not None and setting.equals(earlier) else setting
-        self.references: list[Reference] = []
-        self.random: RandomState | None = None
-        self.attention: tuple[SDPBackend, ...] | None = None
+    @classmethod
+    def begun(
+        cls, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Setting | None
+    ) -> Call:
+        """A call that is about to run. ``earlier`` is the setting of another call, which is kept if it is still the same."""
+        setting = Setting.now(inputs[0].device.type if inputs else "cpu")
+        call = cls(func, number, earlier if earlier is not None and setting == earlier else setting)
         if not depends_on_arguments_alone(func):
-            self.random = RandomState(*inputs, python=is_custom(func))
-            self.attention = attention_kernels()
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.inner = 0
-        self.wanted: dict[int, int] = {}
-        self.in_place = False
-        self.alias = False
-        self.read = False
-        self.cache: dict[int, list[Any]] = {}
+            call.random = RandomState(*inputs, python=is_custom(func))
+            call.attention = ATTENTION.get()
+        return call
 
     def ran(self) -> None:
         """Called when the call has run in the forward pass: drops the random state if nothing was drawn from it."""
@@ -198,9 +182,6 @@ class Group:
         while group.merged_into is not None:
             group = group.merged_into
         return group
-
-    def add(self, call: Call) -> None:
-        self.calls.append(call)
 
     def merge(self, other: Group) -> None:
         if other is self:
@@ -344,7 +325,9 @@ class _Run:
         args = map_tensors(self._argument, _SPECIFIED, call.args)
         kwargs = map_tensors(self._argument, _SPECIFIED, call.kwargs)
         try:
-            with self._restored(), saving_nothing(self._pack):
+            # A call without them draws no random numbers and is no attention.
+            restored = contextlib.nullcontext() if call.attention is None else self._restored()
+            with restored, saving_nothing(self._pack):
                 results = [
                     result.detach() for result in tensors_in(call.setting.modes.run(call.func, args, kwargs))
                 ]
@@ -361,17 +344,13 @@ class _Run:
             )
         return results, self._inner
 
-    def _restored(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
         """A context with the random state and the kernels of attention of the first time."""
         call = self._call
-        if call.attention is None:  # a call that draws no random numbers and is no attention
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        if call.random is not None:
-            stack.enter_context(call.random())
-        if call.attention != attention_kernels():
-            stack.enter_context(sdpa_kernel(list(call.attention)))
-        return stack
+        random = contextlib.nullcontext() if call.random is None else call.random()
+        with random, ATTENTION.changed(call.attention):
+            yield
 
     def _argument(self, spec: Any) -> Tensor:
         # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
@@ -468,8 +447,3 @@ class Holder:
             what = f"the result of '{name}'" if self.key >= 0 else f"a tensor that '{name}' saved"
             verification.compare([(observation, tensor)], what)
         return tensor
-
-
-def unpack(packed: Holder | Plain | Kept | Later) -> Tensor:
-    """The tensor that was packed; the inverse of :meth:`.tape.Tape.pack`."""
-    return packed.get()

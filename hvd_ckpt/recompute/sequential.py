@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,11 +186,15 @@ class LayerSegment(Chained):
         for offset, (layer, accepted) in enumerate(zip(self.layers, self.accepted)):
             keywords = {name: shared[name] for name in accepted if name in shared}
             arguments = self._arguments(offset, values, keywords)
-            # Only in the first pass: what a recomputation is given has fit before.
-            if offset == 0 and not is_recomputing():
-                result = self._call_first(layer, arguments, keywords)
-            else:
+            try:
                 result = layer(*arguments, **keywords)
+            except Exception as error:
+                # Only in the first pass: what a recomputation is given has fit before.
+                if offset or is_recomputing() or not _is_misfit(error):
+                    raise
+                raise type(error)(
+                    f"The first layer of {self} failed on what it was given, {_described(arguments)}: {error}"
+                ) from error
             values = as_arguments(result)
         return result
 
@@ -210,16 +215,6 @@ class LayerSegment(Chained):
             f"{len(values)} values: {_described(values)}."
         )
 
-    def _call_first(self, layer: Layer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        try:
-            return layer(*arguments, **keywords)
-        except Exception as error:
-            if not _is_misfit(error):
-                raise
-            raise type(error)(
-                f"The first layer of {self} failed on what it was given, {_described(arguments)}: {error}"
-            ) from error
-
 
 def _is_misfit(error: Exception) -> bool:
     """Whether an error may come from inputs that do not fit the layer.
@@ -229,10 +224,7 @@ def _is_misfit(error: Exception) -> bool:
     """
     if type(error) not in (TypeError, ValueError, IndexError, RuntimeError):
         return False
-    message = str(error).lower()
-    return (
-        "out of memory" not in message and "allocate memory" not in message and "alloc_failed" not in message
-    )
+    return not re.search("out of memory|allocate memory|alloc_failed", str(error), re.IGNORECASE)
 
 
 def _layers(functions: nn.Sequential | Iterable[Layer]) -> list[Layer]:
@@ -299,15 +291,11 @@ def accepted_names(layer: Layer, shared: Iterable[str]) -> frozenset[str]:
     signature = _signature(layer)
     if signature is None:
         return frozenset()
-    parameters = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return frozenset(shared)
-    by_name = {
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    return frozenset(name for name in shared if name in by_name)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(shared).intersection(one.name for one in parameters if one.kind in by_name)
 
 
 def _signature(layer: Layer) -> inspect.Signature | None:

@@ -6,7 +6,8 @@ changes each time the code runs:
 - the random state of Python, of NumPy and of generators within reach (the variant of checkpoint restores that of PyTorch);
 - the training flags of the modules;
 - which parameters and other tensors require gradients (a parameter may be frozen for the forward pass alone);
-- tensors that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
+- the tensors that are parameters and buffers of the modules;
+- those that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
 
 The settings and modes around it are those of :mod:`.environment`.
 """
@@ -14,6 +15,7 @@ The settings and modes around it are those of :mod:`.environment`.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -57,6 +59,11 @@ def _require_grad(tensors: Iterable[Tensor], flags: Iterable[bool]) -> None:
                 tensor.requires_grad = flag
 
 
+def _fill(named: dict[str, Tensor | None], values: dict[str, Tensor | None]) -> None:
+    named.clear()
+    named.update(values)
+
+
 class ForwardState:
     """The state around one first pass, for its recomputations.
 
@@ -88,12 +95,12 @@ class ForwardState:
     ) -> None:
         self._modules = modules
         self._modes = [(module, module.training) for module in modules]
+        # Others may stand in their places by then, as after torch.func.functional_call().
+        self._members: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = [
+            (named, dict(named)) for module in modules for named in (module._parameters, module._buffers)
+        ]  # of scripted modules, too, which keep them
         self._leaves = [
-            tensor
-            for module in modules
-            for named in (module._parameters, module._buffers)
-            for tensor in named.values()
-            if tensor is not None
+            tensor for _, before in self._members for tensor in before.values() if tensor is not None
         ]
         self._leaves += tensors
         self._flags = requires_grad_of(self._leaves)
@@ -160,6 +167,10 @@ class ForwardState:
                     restore.callback(setattr, module, "training", module.training)
                     # Not by train(), which would set all submodules and may do more in a class that overrides it.
                     module.training = training
+            for named, before in self._members:
+                if len(named) != len(before) or not all(map(operator.is_, named.values(), before.values())):
+                    restore.callback(_fill, named, dict(named))
+                    _fill(named, before)
             # Autograd accumulates by the flags of that time and not of the forward pass, so they are as they were once this ends.
             tensors, flags = self._leaves, self._flags
             if self._attributes:

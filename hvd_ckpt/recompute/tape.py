@@ -19,12 +19,14 @@ recompute others. They trace the model into a graph and run the graph in its pla
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -43,15 +45,17 @@ from hvd_ckpt.recompute.calls import (
 )
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View, unpack
-from hvd_ckpt.recompute.transforms import refuse_transforms
-from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe, running_module
+from hvd_ckpt.recompute.region import refuse_transforms
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View
+from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.utils.frames import depth, keeps_everything
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.torch_private import disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
+_CHANGING = (torch.Generator, np.ndarray, bytearray, memoryview)
+"""Arguments that may have changed when a call is replayed, and whose memory a result may share."""
 
 
 @dataclass(frozen=True)
@@ -92,27 +96,21 @@ class _Tag(NamedTuple):
 _Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
 
 
+@dataclass(eq=False, slots=True)
 class _Running:
-    """The torch function that is running.
+    """The torch function that is running."""
 
-    Attributes:
-        name: its name.
-        inputs: None until they are needed, for a function that changes none of them.
-        call, group: None if its results are not dropped.
-        inner: new tensors that it has saved, if they may have to be kept after all.
-        after: called when it has returned: until then, it may still fill what it has saved.
-    """
-
-    __slots__ = ("after", "args", "call", "func", "group", "inner", "inputs", "kwargs", "name")
-
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.name = call_name(func)
-        self.inputs: _Inputs | None = None
-        self.call: Call | None = None
-        self.group: Group | None = None
-        self.inner: list[Tensor] = []
-        self.after: list[Callable[[], object]] = []
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    inputs: _Inputs | None = None  # until they are needed, for a function that changes none of them
+    call: Call | None = None  # None if its results are not dropped, like the group
+    group: Group | None = None
+    inner: list[Tensor] = field(
+        default_factory=list
+    )  # that it has saved, if they may have to be kept after all
+    after: list[Callable[[], object]] = field(default_factory=list)  # when it has filled what it has saved
 
 
 @disable_dynamo
@@ -139,7 +137,7 @@ def run_selectively(
     tape = Tape(policy, verification)
     naming = nullcontext() if verification is None else naming_modules()
     try:
-        with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
+        with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, operator.methodcaller("get")), tape:
             result = function(*args, **kwargs)
     finally:
         tape.close()
@@ -215,7 +213,7 @@ class Tape(TorchFunctionMode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
         number = self._count
-        running = _Running(func, args, kwargs)
+        running = _Running(func, args, kwargs, call_name(func))
         drops = self._drops(number, running.name)
         needs_grad: list[bool] = []
         may_change = "out" in kwargs or not changes_nothing(func)
@@ -227,7 +225,9 @@ class Tape(TorchFunctionMode):
             if may_change:
                 self._protect(func, args, kwargs)
             if drops and self._repeatable(func, args, kwargs, running.inputs, may_change):
-                running.call = Call(func, number, [tensor for tensor, _, _ in running.inputs], self._setting)
+                running.call = Call.begun(
+                    func, number, [tensor for tensor, _, _ in running.inputs], self._setting
+                )
                 running.group = Group()
                 self._setting = running.call.setting
                 self._begin(running.call)
@@ -278,9 +278,7 @@ class Tape(TorchFunctionMode):
         A call that changes its first argument in place is repeatable if a replay allocates that argument again, that is, if it
         lies in memory that dropped calls have allocated.
         """
-        if func in UNREPEATABLE or any(
-            isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
-        ):
+        if func in UNREPEATABLE or any(isinstance(value, _CHANGING) for value in (*args, *kwargs.values())):
             return False
         changed = changed_by(func, args, kwargs) if may_change else []
         if not changed:
@@ -376,7 +374,7 @@ class Tape(TorchFunctionMode):
                 specified[id(tensor)] = reference = Reference(tag.call, tag.output, requires_grad)
                 call.references.append(reference)
         call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
-        group.add(call)
+        group.calls.append(call)
         for output, tensor in new:
             fresh = memory_of(tensor) not in foreign
             call.alias = call.alias or not fresh
@@ -434,7 +432,7 @@ class Tape(TorchFunctionMode):
     def _see(self, holder: Holder, tensor: Tensor) -> Holder:
         """Returns the holder; in a verified pass, first notes how the tensor looks."""
         if self._verification is not None:
-            holder.seen = (self._verification, observe(tensor, running_module()))
+            holder.seen = (self._verification, *observe_all([(tensor, running_module(), None)]))
         return holder
 
 

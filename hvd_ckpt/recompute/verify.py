@@ -148,11 +148,6 @@ class Observation:
         return "in" if self.module is None else f"in {type(self.module).__name__},"
 
 
-def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
-    """The observation of a tensor; ``module`` is the module that has computed it."""
-    return observe_all([(tensor, module, None)])[0]
-
-
 def observe_all(
     tensors: Iterable[tuple[Tensor, nn.Module | None, Observation | None]],
 ) -> list[Observation]:

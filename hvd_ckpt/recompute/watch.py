@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.recompute.keeper import bytes_of
@@ -40,20 +38,16 @@ class Watch:
         self._last: list[Tensor] = []
         self._samples: list[Tensor] = []
 
-    def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-        """A context with saved-tensor hooks that watch and then call ``pack`` and ``unpack``, the hooks in use."""
-        return torch.autograd.graph.saved_tensors_hooks(
-            functools.partial(_watch_and_pack, self, pack), unpack
-        )
-
-    def saved(self, tensor: Tensor) -> None:
-        """Called when autograd saves a tensor."""
+    @disable_dynamo
+    def pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Watches a tensor that autograd saves, and calls the hook in use."""
         if self._is_first:
             self._sample_last(tensor)
         self._recent.append((tensor, running_module() if self._is_first else None))
         self._bytes += bytes_of(tensor)
         if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
-            self._hand_on(but=_RECENT)
+            self.hand_on(but=_RECENT)
+        return pack(tensor)
 
     def _sample_last(self, tensor: Tensor) -> None:
         operation = sequence_number()
@@ -66,11 +60,8 @@ class Watch:
             with aside():
                 self._samples = [sample(saved) for saved in self._last]
 
-    def finish(self) -> None:
-        """Hands on the last tensors."""
-        self._hand_on(but=0)
-
-    def _hand_on(self, but: int) -> None:
+    def hand_on(self, but: int = 0) -> None:
+        """Hands on the tensors that wait, ``but`` for some of the last."""
         count = len(self._recent) - but
         self._note(self._recent[:count])
         del self._recent[:count]
@@ -83,9 +74,3 @@ class Watch:
             return [
                 fingerprint(now) != fingerprint(before) for now, before in pairs if len(now) == len(before)
             ]
-
-
-@disable_dynamo
-def _watch_and_pack(watch: Watch, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    watch.saved(tensor)
-    return pack(tensor)

@@ -124,6 +124,9 @@ def namespaces_of(modules: Sequence[nn.Module], tensors: Sequence[Tensor], learn
     """The namespaces of some modules, and one for tensors that no module has, before a first pass."""
     namespaces = [Namespace(None, "tensors", dict(enumerate(tensors)), False)] if tensors else []
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            namespaces.append(Namespace(module, "scripted", dict(module.named_buffers(recurse=False)), learn))
+            continue
         attributes = vars(module)
         namespaces.append(Namespace(module, "attributes", attributes, learn))
         # Most modules have no buffers, and a namespace costs time in each pass.
@@ -142,7 +145,7 @@ class Namespace:
 
     Args:
         module: the module, or None.
-        kind: "attributes", "_buffers", "_parameters", or "tensors".
+        kind: "attributes", "_buffers", "_parameters", "tensors", or "scripted" (buffers, which keep their places).
         space: the namespace.
         learn: whether to copy all buffers and attributes, and to compare values.
 
@@ -231,7 +234,7 @@ class Namespace:
 
     def _written_tensor(self, key: str, tensor: Tensor, stamp: Any, changed: bool) -> Written:
         stays = self.space.get(key) is tensor
-        in_place = stays and self.kind in ("_parameters", "tensors")
+        in_place = stays and self.kind in ("_parameters", "tensors", "scripted")
         copy = self.copies.get(key) if changed else None
         if changed and stamp is _LAZY:
             with aside():

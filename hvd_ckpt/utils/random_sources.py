@@ -44,7 +44,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def source_of(generator: Any) -> Source:
-    """One of :data:`GENERATORS` with its current state."""
+    """One of :data:`GENERATORS` with its current state. That of the operating system has none."""
+    if isinstance(generator, random.SystemRandom):
+        return Source(lambda: None, lambda state: None, None)
     if isinstance(generator, random.Random):
         return Source(generator.getstate, generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):

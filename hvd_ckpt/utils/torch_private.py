@@ -7,7 +7,8 @@ Raises:
     ImportError: PyTorch is older than :data:`OLDEST`, or lacks one of the names, which a newer version may.
 """
 
-# ruff: noqa: I001
+# ruff: noqa: F401, I001
+# mypy: implicit-reexport
 from __future__ import annotations
 
 import re
@@ -19,16 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-
-__all__ = [
-    "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceContext", "DeviceType", "DisableTorchFunction",
-    "DisableTorchFunctionSubclass", "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError",
-    "TorchDispatchMode", "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dispatch_mode_stack", "dual_level",
-    "execution_engine", "flash_attention", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
-    "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type",
-    "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "run_first", "sequence_number",
-    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable", "uses_of",
-]  # fmt: skip
 
 OLDEST = (2, 6)  # setup.cfg asks for the same
 
@@ -86,24 +77,26 @@ try:
         _foreach_zero_ as foreach_zero_,
     )
     from torch._C import (
-        DisableTorchFunction as DisableTorchFunction,
-        DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
+        DisableTorchFunction,
+        DisableTorchFunctionSubclass,
         _current_graph_task_id as current_graph_task_id,
-        _storage_Use_Count as _storage_uses,
-    )
-    from torch._C import (
+        _get_cudnn_enabled,
+        _get_mkldnn_enabled,
         _len_torch_dispatch_stack as _dispatch_modes,
         _len_torch_function_stack as _function_modes,
+        _set_cudnn_enabled,
+        _set_mkldnn_enabled,
+        _storage_Use_Count as _storage_uses,
     )
     from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _dispatch_modes_before
     from torch._C._functorch import peek_interpreter_stack as _functorch_level
     from torch._C._autograd import (
-        DeviceType as DeviceType,
+        DeviceType,
         _get_sequence_nr as sequence_number,
         _profiler_enabled as profiler_enabled,
     )
     from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket
+    from torch._ops import OpOverload, OpOverloadPacket
     from torch._guards import TracingContext as _TracingContext
     from torch.autograd import (  # type: ignore[attr-defined]
         _unsafe_preserve_version_counter as unsafe_preserve_version_counter,
@@ -123,14 +116,13 @@ try:
         _push_mode as push_function_mode,
     )
     from torch.utils import _pytree as pytree
-    from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import (
-        TorchDispatchMode as TorchDispatchMode,
+        TorchDispatchMode,
         _disable_current_modes as disable_current_modes,
         _get_current_dispatch_mode_stack as dispatch_mode_stack,
     )
     from torch.utils.checkpoint import (
-        _get_autocast_kwargs as get_autocast_kwargs,
         _infer_device_type as infer_device_type,
         _StopRecomputationError as StopRecomputationError,
     )
@@ -139,6 +131,11 @@ try:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )  # of all optimizers, before and after their steps
+    # Whether each library is used, read and set. (set_flags() of torch.backends also sets the precision of products.)
+    LIBRARIES: Any = (
+        (_get_cudnn_enabled, _set_cudnn_enabled),
+        (_get_mkldnn_enabled, _set_mkldnn_enabled),
+    )
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
     flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention

@@ -1,4 +1,4 @@
-"""Tests of SyncBatchNorm.convert: the modules that it converts, which remain the same objects."""
+"""Tests of convert() of SyncBatchNorm and DeferredBatchNorm: the modules that they convert remain the same objects."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ KINDS: list[Any] = [
     hvd.SyncBatchNorm,
     Elsewhere,
 ]
+CONVERSIONS = [
+    *((hc.SyncBatchNorm, kind) for kind in KINDS),
+    *((hc.DeferredBatchNorm, kind) for kind in KINDS[:3]),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("target", "kind"), CONVERSIONS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,7 +51,7 @@ KINDS: list[Any] = [
     ],
     ids=str,
 )
-def test_everything_stays(kind: Any, options: dict[str, Any]) -> None:
+def test_everything_stays(target: Any, kind: Any, options: dict[str, Any]) -> None:
     norm = kind(4, **options)
     for tensor in (*norm.parameters(), *norm.buffers()):
         tensor.data = torch.rand(tensor.shape).add(0.5).to(tensor.dtype)
@@ -57,8 +61,10 @@ def test_everything_stays(kind: Any, options: dict[str, Any]) -> None:
     norm.register_forward_hook(lambda *_: called.append("after"))
     norm.register_forward_pre_hook(lambda *_: called.append("before"))
     model[0].train()
-    assert hc.SyncBatchNorm.convert(model) is model
-    assert type(model[1]) is hc.SyncBatchNorm and model[1] is model[2] is norm
+    parameters = list(model.parameters())
+    assert target.convert(model) is model
+    assert type(model[1]) is target and model[1] is model[2] is norm
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert not norm.training and model[0].training
     for name, value in {
         "affine": True,
@@ -81,12 +87,28 @@ def test_a_model_that_is_a_batch_norm() -> None:
     assert hc.SyncBatchNorm.convert(norm) is norm and type(norm) is hc.SyncBatchNorm
 
 
-@pytest.mark.parametrize("kind", [WithActivation(4), nn.LazyBatchNorm2d()], ids=["forward", "lazy"])
-def test_what_cannot_be_converted_is_named(kind: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("target", "norm"),
+    [
+        (hc.SyncBatchNorm, WithActivation(4)),
+        (hc.SyncBatchNorm, nn.LazyBatchNorm2d()),
+        (hc.DeferredBatchNorm, nn.LazyBatchNorm2d()),
+    ],
+)
+def test_what_cannot_be_converted_is_named(target: Any, norm: nn.Module) -> None:
     with pytest.raises(ValueError, match="'1'"):
-        hc.SyncBatchNorm.convert(nn.Sequential(nn.Linear(4, 4), kind))
+        target.convert(nn.Sequential(nn.Linear(4, 4), norm))
 
 
-def test_deferred_batch_norm_stays() -> None:
-    model = hc.DeferredBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
-    assert type(hc.SyncBatchNorm.convert(model)[0]) is hc.DeferredBatchNorm
+@pytest.mark.parametrize(
+    ("target", "norm"),
+    [
+        (hc.SyncBatchNorm, hc.DeferredBatchNorm(4)),
+        (hc.DeferredBatchNorm, nn.SyncBatchNorm(4)),
+        (hc.DeferredBatchNorm, hc.SyncBatchNorm(4)),
+        (hc.DeferredBatchNorm, WithActivation(4)),
+    ],
+)
+def test_others_stay(target: Any, norm: nn.Module) -> None:
+    kind = type(norm)
+    assert type(target.convert(nn.Sequential(norm))[0]) is kind

@@ -11,13 +11,11 @@ import torch
 from same import assert_same, gradients
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from ways import VARIANTS, by_function, plainly, reentrant
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.processes.runtime import init
-from hvd_ckpt.recompute import CheckpointFunction, CheckpointSequential, checkpoint, is_recomputing
-
-reentrant = functools.partial(checkpoint, use_reentrant=True)
-VARIANTS = pytest.mark.parametrize("run", [checkpoint, reentrant], ids=["non-reentrant", "reentrant"])
+from hvd_ckpt.recompute import CheckpointSequential, checkpoint, is_recomputing
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,10 +53,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.norm(x * self.scale).sin()
-
-
-def plainly(function, *args):
-    return function(*args)
 
 
 def outcome(module, *tensors):
@@ -139,7 +133,7 @@ def ways_to_run(block, run):
     return checkpointed | {
         "argument": lambda x: run(lambda x, m: m(x), x, block),
         "CheckpointSequential": CheckpointSequential([block], 1, run is reentrant, keep_last=False),
-        "CheckpointFunction": lambda x: CheckpointFunction.apply(block, 1, x, *block.parameters()),
+        "CheckpointFunction": functools.partial(by_function, block),
     }
 
 

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from acts import FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ, Act
-from checking import FLOOR, LOSSY, MARGIN, distance, gather, together
-from hand import common
+from checking import (
+    MARGIN,
+    NOISES,
+    complete,
+    differences,
+    distance,
+    floor_of,
+    gather,
+    together,
+    tolerance_of,
+)
+from hand import FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ, common
 from interpreter import Run
-from programs import Program
+from programs import Act, Program
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -269,24 +277,22 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
         act = program.steps[step].acts[position]
         if common(act):
             left_out.add((act.ranks[0], step, position, at))
-    alone = _alone(program, left_out)
-    others = [_alone(program, left_out, noise) for noise in (1, 2)]
-    tolerance = LOSSY if program.lossy or program.master_weights else FLOOR
-    weights = [
-        v.double().abs().max().item() for name, v in alone[0].items() if not name[0].isdigit() and v.numel()
-    ]
-    tolerance *= max(1.0, *weights)
+    alone, *noisy = (
+        complete(Run(program, alone=True, noise=noise, refused=left_out)) for noise in (0, *NOISES)
+    )
+    result, floor = alone.result(), floor_of(program)
+    least = tolerance_of(result, floor=floor)
     failures = []
     for rank, one in enumerate(everyone):
         for key, value in one.reads.items():
             if one.error is not None and key[1] >= one.step:
                 continue
-            wanted = alone[1].get(key)
+            wanted = alone.hand.reads.get(key)
             if wanted is None:
                 failures.append(f"one process has not read {key} on rank {rank}")
                 continue
             size = max(1.0, abs(wanted.item()))
-            bound = max(tolerance * size, *(MARGIN * distance(wanted, other[1][key]) for other in others))
+            bound = max(least * size, *(MARGIN * distance(wanted, other.hand.reads[key]) for other in noisy))
             if not distance(value, wanted) <= bound and str(value.item()) != str(wanted.item()):
                 act = "hook" if key[2] < 0 else program.steps[key[1]].acts[key[2]]
                 failures.append(
@@ -294,26 +300,7 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
                     f"{value.item():.6g}, one process {wanted.item():.6g}"
                 )
     if everyone[0].error is None:
-        bounds = [
-            max(MARGIN * distance(value, other[0][name]) for other in others)
-            for name, value in alone[0].items()
-        ]
-        tolerance = max(tolerance, *bounds)
+        tolerance = tolerance_of(result, [other.result() for other in noisy], floor)
         everything = {name: value for one in everyone for name, value in one.values.items()}
-        failures += _different(everything, alone[0], tolerance)
+        failures += differences("one process", (everything, []), (result, []), tolerance)
     return failures[:3]
-
-
-def _alone(program: Program, refused: set[tuple[int, ...]], noise: int = 0) -> tuple[dict[str, Tensor], Any]:
-    run = Run(program, alone=True, noise=noise, refused=refused)
-    for number in range(len(program.steps)):
-        run.step(number)
-    return run.result(), run.hand.reads
-
-
-def _different(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> list[str]:
-    found = {name: distance(value, theirs[name]) for name, value in ours.items()}
-    worst = max(found, key=lambda name: found[name])
-    if found[worst] > tolerance:
-        return [f"one process: {worst} differs by {found[worst]:.3g} (at most {tolerance:.3g})"]
-    return []

@@ -98,19 +98,16 @@ class Draw:
                 recompute = "hc_reentrant"  # CheckpointFunction takes tensors
             segments.append(Segment(tuple(own), recompute, carrier))
         kinds = {block.kind for segment in segments for block in segment.blocks}
+        swap: dict[str, str] = {}
         if "max_norm" in kinds:
             # A second forward pass writes the weight that the node has saved, and autograd refuses that.
-            segments = [
-                dataclasses.replace(one, recompute="hc_reentrant") if one.recompute == "function" else one
-                for one in segments
-            ]
+            swap["function"] = "hc_reentrant"
         if kinds & {"batchnorm", *STATEFUL} or any(one.carrier != "tensor" for one in segments):
             # PyTorch's own regions give the recomputation what the first pass has left.
-            swap = {"torch": "hc", "torch_reentrant": "hc_reentrant"}
-            segments = [
-                dataclasses.replace(one, recompute=swap.get(one.recompute, one.recompute)) for one in segments
-            ]
-        return segments
+            swap |= {"torch": "hc", "torch_reentrant": "hc_reentrant"}
+        return [
+            dataclasses.replace(one, recompute=swap.get(one.recompute, one.recompute)) for one in segments
+        ]
 
     def draw_owners(self) -> None:
         segments = self.segments

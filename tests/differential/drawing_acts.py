@@ -6,9 +6,9 @@ import dataclasses
 import random
 from typing import Any
 
-from acts import ACTS, FLAGS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ, Act
 from drawing import Draw
-from programs import ELEMENTWISE, REENTRANT, Block, Pass, Program, Segment, Step
+from hand import ACTS, FLAGS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ
+from programs import ELEMENTWISE, REENTRANT, Act, Block, Pass, Program, Segment, Step
 
 SIMPLE = ("linear", "linear", "deep", "norm", "dropout", "scale", "branch", "unused", "frozen")
 SIMPLE_RECOMPUTE = (
@@ -71,9 +71,7 @@ class DrawActs(Draw):
     def draw_owners(self) -> None:
         super().draw_owners()
         if self.several:
-            self.several = False
-            self.owners = [max(0, owner) if not self.late else min(owner, 0) for owner in self.owners]
-            self.owners = [0 if owner > 0 else owner for owner in self.owners]
+            self.several, self.owners = False, [min(owner, 0) for owner in self.owners]
 
     def draw_habits(self) -> None:
         super().draw_habits()
@@ -123,7 +121,7 @@ class DrawActs(Draw):
 
     def draw_act(self, step: Step, passes: int) -> Act:
         family = self.choose(self.families)
-        kind = self.choose(ACTS[family])
+        kind = self.choose(list(ACTS[family]))
         if self.optimizer == "adagrad" and kind in ("state_pop", "state_empty", "state_clear"):
             kind = "state_zero_"  # it makes its state once
         if kind in ("collect", "combine") or (self.scaler and kind in ("dropped", "model_none")):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import operator
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from acts import FLAGS, IN_PLACE, READS, REPLACED, Act
+from programs import Act
 from stateful import VOCABULARY, WIDTH
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_ckpt.reduction.gradients import has_values
 
@@ -30,7 +32,300 @@ MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "rmsprop": ("square_avg",),
 }
-_OF_RANKS = (*READS, *IN_PLACE, *REPLACED, *FLAGS)
+
+
+@dataclasses.dataclass
+class On:
+    """What an operation is done to.
+
+    Attributes:
+        run: a :class:`interpreter.Run`.
+        targets: the parameters of the act.
+        at: position of the parameter among them.
+        kept: values that users keep between acts.
+    """
+
+    run: Any
+    act: Act
+    targets: list[Tensor]
+    kept: dict[tuple[Any, ...], Any]
+    at: int = 0
+    generator: torch.Generator | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.targets[self.at]
+
+    @property
+    def gradient(self) -> Any:
+        return self.parameter.grad
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.targets if parameter.grad is not None]
+
+    @property
+    def state(self) -> Any:
+        return self.run.optimizers[0].state
+
+    def replace(self, gradient: Tensor | None) -> None:
+        self.parameter.grad = gradient
+
+    def random(self, like: Tensor) -> Tensor:
+        values = torch.randn(like.shape, generator=self.generator, dtype=torch.float32)
+        return torch.empty_like(like).copy_(values) if like.device.type == "cpu" else values.to(like)
+
+
+# ---------------------------------------------------------------------------------- operations of several lines
+
+
+def _kept(on: On) -> Any:
+    key = ("gradient", on.run.rank, id(on.parameter))
+    before, on.kept[key] = on.kept.get(key), on.gradient
+    return None if before is None else before.norm()
+
+
+def _collect(on: On) -> None:
+    if on.gradient is not None:
+        on.gradient.norm()  # a placeholder has none
+    on.kept.setdefault(("task", on.run.rank, on.at), []).append(on.gradient)
+    on.replace(None)
+
+
+def _combine(on: On) -> None:
+    tasks = on.kept.pop(("task", on.run.rank, on.at), [])
+    found = [task / (1e-3 + task.norm()) for task in tasks if task is not None]
+    if found:
+        on.replace(sum(found[1:], found[0]))
+
+
+def _zero_grad(on: On) -> None:
+    run, kind = on.run, on.act.kind
+    if kind != "optimizer_zeros":
+        # One that raises must have no effect, also where gradients before it have values.
+        for parameter in run.model.parameters() if kind == "model_zeros" else ():
+            if parameter.grad is not None and not has_values(parameter.grad):
+                parameter.grad.zero_()
+        run.model.zero_grad(set_to_none=kind == "model_none")
+    elif run.alone:
+        run.clear_gradients([p for group in run.groups[0] for p in group], "zero")
+    else:
+        run.optimizers[0].zero_grad(set_to_none=False)
+
+
+def _swapped(on: On) -> None:
+    first = on.targets[0]
+    same = [
+        p for p in on.targets[1:] or on.run.parameters if p.shape == first.shape and p.dtype is first.dtype
+    ]
+    other = next((p for p in same if p is not first), first)
+    first.grad, other.grad = other.grad, first.grad
+
+
+def _vector(on: On) -> Any:
+    kind = on.targets[0].dtype
+    return nn.utils.parameters_to_vector([p for p in on.targets if p.dtype is kind]).norm()
+
+
+def _state_dict(on: On) -> Any:
+    state = on.run.model.state_dict()
+    return sum(value.double().norm().item() for value in state.values() if value.is_floating_point())
+
+
+def _evaluate(on: On) -> Any:
+    run = on.run
+    x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float32).view(2, WIDTH)
+    if run.program.embedding:
+        x = torch.arange(6).view(2, 3) % VOCABULARY
+    run.model.eval()
+    try:
+        return run.model(x, range(len(run.program.segments))).double().norm()
+    finally:
+        run.model.train()
+
+
+def _load_model(on: On) -> None:
+    state = on.run.model.state_dict()
+    values = {name: v / on.act.value if v.is_floating_point() else v for name, v in state.items()}
+    on.run.model.load_state_dict(values)
+
+
+def _average(on: On) -> Any:
+    kept = on.parameter.clone()
+    on.parameter.copy_(kept / on.act.value)
+    norm = on.parameter.norm().item()
+    on.parameter.copy_(kept)
+    return norm
+
+
+def _away(on: On) -> None:
+    kept = on.parameter.clone()
+    on.parameter.mul_(1 / on.act.value)
+    on.kept["away", on.at] = kept
+
+
+def _back(on: On) -> None:
+    kept = on.kept.get(("away", on.at))
+    if kept is not None and kept.shape == on.parameter.shape:
+        on.parameter.copy_(kept)
+
+
+def _state_norm(on: On) -> Any:
+    values = [value for value in on.state[on.parameter].values() if isinstance(value, Tensor)]
+    return sum(value.double().norm().item() for value in values)
+
+
+def _state_zero(on: On) -> None:
+    for value in on.state[on.parameter].values():
+        if isinstance(value, Tensor):
+            value.zero_()
+
+
+def _state_set(on: On) -> None:
+    parameter = on.parameter
+    values = torch.linspace(0.0, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+    for name in MOMENTS.get(on.run.program.optimizer, ()):
+        if name in on.state[parameter]:
+            on.state[parameter][name] = values.clone()
+
+
+def _state_load(on: On) -> None:
+    optimizer = on.run.optimizers[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _group(on: On) -> None:
+    for group in on.run.optimizers[0].param_groups:
+        if on.act.kind == "lr":
+            group["lr"] /= on.act.value
+        elif on.act.kind == "weight_decay" and on.act.kind in group:
+            group["weight_decay"] = 0.1
+        elif on.act.kind == "momentum" and group.get("momentum"):
+            group["momentum"] = 0.5
+
+
+# ---------------------------------------------------------------------------------- all operations, in an order that seeds rely on
+
+Table = dict[str, Callable[[On], Any]]
+READS: Table = {
+    "norm": lambda on: on.gradient.norm(),
+    "item": lambda on: on.gradient.flatten()[0].item() if on.gradient.numel() else None,
+    "clone": lambda on: on.gradient.clone().sum(),
+    "isnan": lambda on: on.gradient.isnan().any(),
+    "is_none": lambda on: float(on.gradient is None),
+    "data": lambda on: on.gradient.data.abs().sum(),
+    "numpy": lambda on: on.gradient.float().numpy().sum(),
+    "deepcopy": lambda on: copy.deepcopy(on.gradient).norm(),
+    "total_norm": lambda on: nn.utils.get_total_norm(on.gradients),
+    "dot": lambda on: (on.parameter.detach() * on.gradient).sum(),
+    "kept": _kept,
+}
+IN_PLACE: Table = {
+    "mul_": lambda on: on.gradient.mul_(on.act.value),
+    "add_": lambda on: on.gradient.add_(on.random(on.gradient) * 0.3),
+    "zero_": lambda on: on.gradient.zero_(),
+    "copy_": lambda on: on.gradient.copy_(on.random(on.gradient)),
+    "clamp_": lambda on: on.gradient.clamp_(-0.01, 0.01),
+    "index": lambda on: operator.setitem(on.gradient, slice(1), 0.2) if on.gradient.dim() else None,
+    "foreach_mul_": lambda on: torch._foreach_mul_(on.gradients, on.act.value) if on.gradients else None,
+    "clip_norm": lambda on: nn.utils.clip_grad_norm_(on.targets, 0.01),
+    "clip_value": lambda on: nn.utils.clip_grad_value_(on.targets, 0.01) if on.gradients else None,
+    "data_mul_": lambda on: on.gradient.data.mul_(on.act.value),
+    "model_zeros": _zero_grad,
+    "optimizer_zeros": _zero_grad,
+}
+REPLACED: Table = {
+    "doubled": lambda on: on.replace(on.gradient * on.act.value),
+    # Of one that is frozen, nobody reduces it, here and in Horovod.
+    "random": lambda on: on.replace(on.random(on.parameter)) if on.parameter.requires_grad else None,
+    "zeros": lambda on: on.replace(torch.zeros_like(on.parameter)),
+    "cloned": lambda on: on.replace(on.gradient.clone()),
+    "swapped": _swapped,
+    "data_set": lambda on: setattr(on.gradient, "data", on.gradient.data * on.act.value),
+    "dropped": lambda on: on.replace(None),
+    "model_none": _zero_grad,
+    "collect": _collect,
+    "combine": _combine,
+}
+WEIGHTS_READ: Table = {
+    "weight_norm": lambda on: on.parameter.norm(),
+    "weight_item": lambda on: on.parameter.flatten()[0].item() if on.parameter.numel() else None,
+    "vector": _vector,
+    "state_dict": _state_dict,
+    "evaluate": _evaluate,
+}
+WEIGHTS: Table = {
+    "weight_mul_": lambda on: on.parameter.mul_(1 / on.act.value),
+    "weight_clamp_": lambda on: on.parameter.clamp_(-0.2, 0.2),
+    "weight_copy_": lambda on: on.parameter.copy_(on.random(on.parameter) * 0.3),
+    "weight_data_mul_": lambda on: on.parameter.data.mul_(1 / on.act.value),
+    "weight_foreach": lambda on: torch._foreach_mul_(on.targets, 1 / on.act.value),
+    "weight_init": lambda on: nn.init.uniform_(on.parameter, -0.3, 0.3, generator=on.generator),
+    "weight_data_set": lambda on: setattr(on.parameter, "data", on.parameter.data * (1 / on.act.value)),
+    "load_model": _load_model,
+    "average": _average,
+    "away": _away,
+    "back": _back,
+}
+STATE_READ: Table = {
+    "state_norm": _state_norm,
+    "state_keys": lambda on: sum(map(len, on.state[on.parameter])),
+}
+STATE: Table = {
+    "state_zero_": _state_zero,
+    "state_set": _state_set,
+    "state_pop": lambda on: on.state.pop(on.parameter, None),
+    "state_empty": lambda on: on.state.__setitem__(on.parameter, {}),
+    "state_clear": lambda on: on.state.clear(),
+    "state_load": _state_load,
+}
+GROUPS: Table = dict.fromkeys(("lr", "weight_decay", "momentum"), _group)
+FLAGS: Table = {
+    "freeze": lambda on: on.parameter.requires_grad_(False),
+    "unfreeze": lambda on: on.parameter.requires_grad_(),
+}
+ACTS: dict[str, Table] = {
+    "read": READS,
+    "in_place": IN_PLACE,
+    "replaced": REPLACED,
+    "weights": {**WEIGHTS, **WEIGHTS_READ},
+    "state": {**STATE, **STATE_READ},
+    "groups": GROUPS,
+    "flags": FLAGS,
+}
+OPERATIONS = {kind: operation for table in ACTS.values() for kind, operation in table.items()}
+READING = {*READS, *WEIGHTS_READ, *STATE_READ, "average"}
+OF_ALL = {  # of an act's parameters at once
+    *(
+        "total_norm",
+        "foreach_mul_",
+        "clip_norm",
+        "clip_value",
+        "model_zeros",
+        "model_none",
+        "optimizer_zeros",
+        "swapped",
+    ),
+    *(
+        "vector",
+        "state_dict",
+        "evaluate",
+        "load_model",
+        "weight_foreach",
+        "state_clear",
+        "state_load",
+        *GROUPS,
+    ),
+}
+WITHOUT_GRADIENT = {
+    "is_none",
+    "random",
+    "dropped",
+    "collect",
+    "combine",
+    "kept",
+}  # what is done also where there is none
+_OF_RANKS = {*READS, *IN_PLACE, *REPLACED, *FLAGS}
 
 
 def common(act: Act) -> bool:
@@ -56,8 +351,7 @@ class Hand:
         self.done: list[tuple[int, Act]] = []
         self.reads: dict[Key, Tensor] = {}
         self.refused: dict[Key, Exception] = {}
-        self._kept: dict[tuple[Any, ...], Any] = {}  # values that users keep between acts
-        self._hooked = 0
+        self._kept: dict[tuple[Any, ...], Any] = {}
 
     def act(self, number: int, place: str, part: int = 0) -> None:
         """Performs the acts of a step at a place."""
@@ -86,26 +380,29 @@ class Hand:
                             self.reads.update({(rank, *key[1:]): value for rank in act.ranks})
 
     def _perform(self, key: Key, act: Act) -> None:
-        targets = self._targets(act)
+        on = On(self._run, act, self._targets(act), self._kept)
         if act.kind in OF_ALL:
-            self._try((*key, 0), lambda: OF_ALL[act.kind](self, act, targets))
+            self._try((*key, 0), on)
             return
-        for at, parameter in enumerate(targets):
+        for at in range(len(on.targets)):
             own = 0 if common(act) else key[0]
             generator = torch.Generator().manual_seed(10_000 * own + 1000 * key[1] + 100 * key[2] + at)
-            self._try((*key, at), lambda: self._one(act, parameter, at, generator))  # noqa: B023
+            self._try((*key, at), dataclasses.replace(on, at=at, generator=generator))
 
-    def _try(self, key: Key, operation: Callable[[], Any]) -> None:
-        if key in self._left_out:
+    def _try(self, key: Key, on: On) -> None:
+        kind = on.act.kind
+        of_gradient = kind in (*READS, *IN_PLACE, *REPLACED) and kind not in (*OF_ALL, *WITHOUT_GRADIENT)
+        if key in self._left_out or (of_gradient and on.gradient is None):
             return
         try:
-            value = operation()
+            with torch.no_grad() if kind in ACTS["weights"] else contextlib.nullcontext():
+                value = OPERATIONS[kind](on)
         except Exception as error:
             if self._run.alone:
                 raise
             self.refused[key] = error
             return
-        if value is not None:
+        if kind in READING and value is not None:
             self.reads[key] = torch.as_tensor(value, dtype=torch.float64).reshape(())
 
     def _targets(self, act: Act) -> list[Tensor]:
@@ -114,109 +411,6 @@ class Hand:
         own = act.through == "groups" or act.kind.startswith("state") or act.place == "synchronized"
         those = owned if own else self._run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
-
-    def _one(self, act: Act, parameter: Tensor, at: int, generator: torch.Generator) -> Any:
-        kind, value = act.kind, act.value
-        if kind in READS or kind in IN_PLACE or kind in REPLACED:
-            return self._on_gradient(act, parameter, at, generator)
-        if kind in FLAGS:
-            parameter.requires_grad_(kind == "unfreeze")
-            return None
-        if kind.startswith("state"):
-            return self._on_state(kind, parameter)
-        with torch.no_grad():
-            if kind == "weight_norm":
-                return parameter.norm()
-            if kind == "weight_item":
-                return parameter.flatten()[0].item() if parameter.numel() else None
-            if kind == "weight_mul_":
-                parameter.mul_(1 / value)
-            elif kind == "weight_clamp_":
-                parameter.clamp_(-0.2, 0.2)
-            elif kind == "weight_copy_":
-                parameter.copy_(_random(parameter, generator) * 0.3)
-            elif kind == "weight_data_mul_":
-                parameter.data.mul_(1 / value)
-            elif kind == "weight_init":
-                torch.nn.init.uniform_(parameter, -0.3, 0.3, generator=generator)
-            elif kind == "weight_data_set":
-                parameter.data = parameter.data * (1 / value)
-            elif kind == "average":
-                kept = parameter.clone()
-                parameter.copy_(kept / value)
-                norm = parameter.norm().item()
-                parameter.copy_(kept)
-                return norm
-            elif kind == "away":
-                kept = parameter.clone()
-                parameter.mul_(1 / value)
-                self._kept["away", at] = kept
-            elif kind == "back" and ("away", at) in self._kept:
-                kept = self._kept["away", at]
-                if kept.shape == parameter.shape:
-                    parameter.copy_(kept)
-        return None
-
-    def _on_state(self, kind: str, parameter: Tensor) -> Any:
-        state = self._run.optimizers[0].state
-        if kind == "state_keys":
-            return sum(map(len, state[parameter]))
-        if kind == "state_norm":
-            values = [value for value in state[parameter].values() if isinstance(value, Tensor)]
-            return sum(value.double().norm().item() for value in values)
-        if kind == "state_pop":
-            state.pop(parameter, None)
-        elif kind == "state_empty":
-            state[parameter] = {}
-        elif kind == "state_set":
-            values = torch.linspace(0.0, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
-            for name in MOMENTS.get(self._run.program.optimizer, ()):
-                if name in state[parameter]:
-                    state[parameter][name] = values.clone()
-        elif kind == "state_zero_":
-            for value in state[parameter].values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-        return None
-
-    def _on_gradient(self, act: Act, parameter: Tensor, at: int, generator: torch.Generator) -> Any:
-        kind, value, gradient = act.kind, act.value, parameter.grad
-        if kind == "is_none":
-            return float(gradient is None)
-        if kind == "random":
-            if parameter.requires_grad:  # else nobody reduces it, here and in Horovod
-                parameter.grad = _random(parameter, generator)
-        elif kind == "dropped":
-            parameter.grad = None
-        elif kind == "collect":
-            if gradient is not None:
-                gradient.norm()  # a placeholder has none
-            self._kept.setdefault(("task", self._run.rank, at), []).append(gradient)
-            parameter.grad = None
-        elif kind == "combine":
-            tasks = self._kept.pop(("task", self._run.rank, at), [])
-            found = [task / (1e-3 + task.norm()) for task in tasks if task is not None]
-            if found:
-                parameter.grad = sum(found[1:], found[0])
-        elif kind == "kept":
-            before = self._kept.get(("gradient", self._run.rank, id(parameter)))
-            self._kept["gradient", self._run.rank, id(parameter)] = gradient
-            return None if before is None else before.norm()
-        elif gradient is None:
-            return None
-        elif kind in READS:
-            return _read(kind, parameter, gradient)
-        elif kind in IN_PLACE:
-            _change(kind, gradient, value, generator)
-        elif kind == "doubled":
-            parameter.grad = gradient * value
-        elif kind == "zeros":
-            parameter.grad = torch.zeros_like(parameter)
-        elif kind == "cloned":
-            parameter.grad = gradient.clone()
-        elif kind == "data_set":
-            gradient.data = gradient.data * value
-        return None
 
     # ---------------------------------------------------------------------------------- hooks
 
@@ -250,168 +444,3 @@ class Hand:
                 hand.reads[key] = value
 
         return hook
-
-
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    values = torch.randn(like.shape, generator=generator, dtype=torch.float32)
-    return torch.empty_like(like).copy_(values) if like.device.type == "cpu" else values.to(like)
-
-
-def _read(kind: str, parameter: Tensor, gradient: Tensor) -> Any:
-    if kind == "norm":
-        return gradient.norm()
-    if kind == "item":
-        return gradient.flatten()[0].item() if gradient.numel() else None
-    if kind == "clone":
-        return gradient.clone().sum()
-    if kind == "isnan":
-        return gradient.isnan().any()
-    if kind == "data":
-        return gradient.data.abs().sum()
-    if kind == "numpy":
-        return gradient.float().numpy().sum()
-    if kind == "deepcopy":
-        return copy.deepcopy(gradient).norm()
-    return (parameter.detach() * gradient).sum()  # "dot"
-
-
-def _change(kind: str, gradient: Tensor, value: float, generator: torch.Generator) -> None:
-    if kind == "mul_":
-        gradient.mul_(value)
-    elif kind == "add_":
-        gradient.add_(_random(gradient, generator) * 0.3)
-    elif kind == "zero_":
-        gradient.zero_()
-    elif kind == "copy_":
-        gradient.copy_(_random(gradient, generator))
-    elif kind == "clamp_":
-        gradient.clamp_(-0.01, 0.01)
-    elif kind == "data_mul_":
-        gradient.data.mul_(value)
-    elif kind == "index" and gradient.dim():
-        gradient[:1] = 0.2
-
-
-# ---------------------------------------------------------------------------------- operations on all of an act's parameters
-
-
-def _gradients(targets: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in targets if parameter.grad is not None]
-
-
-def _total_norm(hand: Hand, act: Act, targets: list[Tensor]) -> Any:
-    return torch.nn.utils.get_total_norm(_gradients(targets))
-
-
-def _foreach_mul(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    if gradients := _gradients(targets):
-        torch._foreach_mul_(gradients, act.value)
-
-
-def _clip_norm(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    torch.nn.utils.clip_grad_norm_(targets, 0.01)
-
-
-def _clip_value(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    if _gradients(targets):
-        torch.nn.utils.clip_grad_value_(targets, 0.01)
-
-
-def _zero_grad(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    run = hand._run
-    if act.kind != "optimizer_zeros":
-        # One that raises must have no effect, also where gradients before it have values.
-        for parameter in run.model.parameters() if act.kind == "model_zeros" else ():
-            if parameter.grad is not None and not has_values(parameter.grad):
-                parameter.grad.zero_()
-        run.model.zero_grad(set_to_none=act.kind == "model_none")
-    elif run.alone:
-        run.clear_gradients([p for group in run.groups[0] for p in group], "zero")
-    else:
-        run.optimizers[0].zero_grad(set_to_none=False)
-
-
-def _swapped(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    first = targets[0]
-    same = [
-        p for p in targets[1:] or hand._run.parameters if p.shape == first.shape and p.dtype is first.dtype
-    ]
-    other = next((p for p in same if p is not first), first)
-    first.grad, other.grad = other.grad, first.grad
-
-
-def _vector(hand: Hand, act: Act, targets: list[Tensor]) -> Any:
-    with torch.no_grad():
-        kind = targets[0].dtype
-        return torch.nn.utils.parameters_to_vector([p for p in targets if p.dtype is kind]).norm()
-
-
-def _state_dict(hand: Hand, act: Act, targets: list[Tensor]) -> Any:
-    state = hand._run.model.state_dict()
-    return sum(value.double().norm().item() for value in state.values() if value.is_floating_point())
-
-
-def _evaluate(hand: Hand, act: Act, targets: list[Tensor]) -> Any:
-    run = hand._run
-    if run.program.embedding:
-        x = torch.arange(6).view(2, 3) % VOCABULARY
-    else:
-        x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float32).view(2, WIDTH)
-    run.model.eval()
-    try:
-        with torch.no_grad():
-            return run.model(x, range(len(run.program.segments))).double().norm()
-    finally:
-        run.model.train()
-
-
-def _load_model(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    state = hand._run.model.state_dict()
-    values = {name: v / act.value if v.is_floating_point() else v for name, v in state.items()}
-    hand._run.model.load_state_dict(values)
-
-
-def _weight_foreach(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(targets, 1 / act.value)
-
-
-def _state_clear(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    hand._run.optimizers[0].state.clear()
-
-
-def _state_load(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    optimizer = hand._run.optimizers[0]
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _group(hand: Hand, act: Act, targets: list[Tensor]) -> None:
-    for group in hand._run.optimizers[0].param_groups:
-        if act.kind == "lr":
-            group["lr"] /= act.value
-        elif act.kind == "weight_decay" and act.kind in group:
-            group["weight_decay"] = 0.1
-        elif act.kind == "momentum" and group.get("momentum"):
-            group["momentum"] = 0.5
-
-
-OF_ALL: dict[str, Callable[[Hand, Act, list[Tensor]], Any]] = {
-    "total_norm": _total_norm,
-    "foreach_mul_": _foreach_mul,
-    "clip_norm": _clip_norm,
-    "clip_value": _clip_value,
-    "model_zeros": _zero_grad,
-    "model_none": _zero_grad,
-    "optimizer_zeros": _zero_grad,
-    "swapped": _swapped,
-    "vector": _vector,
-    "state_dict": _state_dict,
-    "evaluate": _evaluate,
-    "load_model": _load_model,
-    "weight_foreach": _weight_foreach,
-    "state_clear": _state_clear,
-    "state_load": _state_load,
-    "lr": _group,
-    "weight_decay": _group,
-    "momentum": _group,
-}

@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from hand import Hand
-from hidden import as_tensor, buffers_of, hidden_of, random_state, seed_all, set_hidden
 from models import Caught, build
 from optimizers import make_optimizer
 from programs import Pass, Program
-from reference import Ranks
+from reference import Ranks, as_tensor, buffers_of, hidden_of, random_state, seed_all, set_hidden, whole
 from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute.keeper import DEFAULT_DTYPE
 from hvd_ckpt.reduction.gradients import has_values
-from hvd_ckpt.utils.cuts import cut_of
 
 CLIP = 0.3
+RETURNED: dict[str, Callable[[Tensor], Any]] = {  # by closures, of their loss
+    "loss": lambda loss: loss,
+    "float": Tensor.item,
+    "none": lambda loss: None,
+    "dict": lambda loss: {"loss": loss},
+    "tuple": lambda loss: (loss, 0),
+}
 
 
 class Run:
@@ -79,21 +84,14 @@ class Run:
         self.hand.add_hooks(before=False)
         self._saved = self.state()
 
-    @contextlib.contextmanager
-    def _default_dtype(self) -> Iterator[None]:
-        torch.set_default_dtype(getattr(torch, self.program.default_dtype))
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(torch.float32)
+    def _default_dtype(self) -> Any:
+        return DEFAULT_DTYPE.changed(getattr(torch, self.program.default_dtype))
 
     # ---------------------------------------------------------------------------------- optimizers
 
     def _owned(self) -> dict[int, list[Tensor]]:
         """The parameters of each optimizer; -1: those that are added later."""
-        owners: dict[Tensor, int] = {}
-        if self.program.embedding:
-            owners[self.model.embedding.weight] = 0
+        owners = {self.model.embedding.weight: 0} if self.program.embedding else {}
         for owner, chain in zip(self.program.owners, self.model.segments):
             for parameter in chain.parameters():
                 owners.setdefault(parameter, owner)
@@ -192,7 +190,7 @@ class Run:
                 losses.append(self._backward(number))
                 if self._others is not None:
                     self._reduce(0)
-                returned.append(_returned(step.returns, losses[-1]))
+                returned.append(RETURNED[step.returns](losses[-1]))
                 return returned[-1]
 
             result = self.optimizers[0].step(closure)
@@ -220,7 +218,7 @@ class Run:
     def _clear(self, how: str) -> None:
         owned = set()
         for number, optimizer in enumerate(self.optimizers):
-            own = {p for group in self.groups[number] for p in group}
+            own = self._of(number)
             owned |= own
             if how == "never" or how.startswith("model") or number in self._pending:
                 continue
@@ -358,13 +356,17 @@ class Run:
             optimizer.step()
             self._stepped(at)
 
+    def _of(self, number: int) -> set[Tensor]:
+        """The parameters of an optimizer."""
+        return {parameter for group in self.groups[number] for parameter in group}
+
     def _reduce(self, number: int) -> None:
         assert self._others is not None
-        self._others.reduce({p for group in self.groups[number] for p in group})
+        self._others.reduce(self._of(number))
 
     def _stepped(self, number: int) -> None:
         if self._others is not None:
-            self._others.stepped({p for group in self.groups[number] for p in group})
+            self._others.stepped(self._of(number))
 
     def _check_launches(self) -> None:
         self.reductions.append([optimizer.reduction_stats.last for optimizer in self.optimizers])
@@ -452,23 +454,3 @@ class Run:
             own = [*buffers, *(part for state in hidden for part in state), *numbers]
             values.update({f"{rank}.{number}": as_tensor(value) for number, value in enumerate(own)})
         return values
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A copy of a parameter, of which tensor parallelism may have left a slice here."""
-    cut = cut_of(parameter)
-    if cut is None:
-        return parameter.detach().clone()
-    rows = current().gather_objects(parameter.detach().clone())
-    return cut.whole(rows)
-
-
-def _returned(kind: str, loss: Tensor) -> Any:
-    """What a closure returns."""
-    if kind == "float":
-        return loss.item()
-    if kind == "none":
-        return None
-    if kind == "dict":
-        return {"loss": loss}
-    return (loss, 0) if kind == "tuple" else loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from all_ranks import folder_of_all_ranks
-from checking import distance, together
 from lightning.pytorch.plugins import MixedPrecision
 from loops import (
     NORM,
@@ -19,13 +18,12 @@ from loops import (
     Batches,
     Loop,
     Net,
-    differences,
+    check as check_loop,
     draw_loop,
     optimizer_of,
     sampler_of,
     samples_of,
     schedule_of,
-    state_of,
 )
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -180,8 +178,8 @@ class Acts(pl.Callback):
             trainer.should_stop = True
 
 
-def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
-    """A run of the loop, or of what is left after its checkpoint."""
+def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list[float]]:
+    path = folder / "checkpoint.ckpt"
     given: dict[str, Any] = {}
     if loop.precision == "fp16":
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -214,35 +212,7 @@ def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
     )
     validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)
     trainer.fit(module, loader, validation, ckpt_path=path if resume else None, weights_only=False)
-    return module
+    return module, module.rates
 
 
-def check(loop: Loop) -> list[str]:
-    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
-    with folder_of_all_ranks() as folder:
-        path = folder / "checkpoint.ckpt"
-        module = fitted(loop, path)
-        state = state_of(module.net)
-        failures = differences((loop, hc.rank(), state, module.losses, module.rates))
-        hc.verify(module)
-        if loop.save and (not loop.stop or loop.save < loop.stop):
-            failures += resumed(loop, path, module, state)
-    return together(failures)
-
-
-def resumed(loop: Loop, path: Path, whole: Module, state: dict[str, Tensor]) -> list[str]:
-    """What a run that resumes from the checkpoint has come to in other bits than the one that has saved it."""
-    module = fitted(loop, path, resume=True)
-    left = len(whole.rates) - loop.save
-    if len(module.rates) != left:
-        return [f"resumed: {len(module.rates)} steps in place of {left}"]
-    failures = []
-    if module.rates != whole.rates[loop.save :]:
-        failures.append(f"resumed: rates {module.rates} in place of {whole.rates[loop.save :]}")
-    there = whole.losses[len(whole.losses) - len(module.losses) :]
-    if str(module.losses) != str(there):
-        failures.append(f"resumed: losses {module.losses} in place of {there}")
-    for name, value in state_of(module.net).items():
-        if not torch.equal(value, state[name]):
-            failures.append(f"resumed: {name} differs by {distance(value, state[name]):.3g}")
-    return failures
+check = functools.partial(check_loop, run=fitted)

@@ -7,18 +7,23 @@ overrides what its own loop does in another way (:meth:`Reference.divisor`, :met
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from checking import FLOOR, MARGIN, distance
+from all_ranks import folder_of_all_ranks
+from checking import NOISES, differences, together, tolerance_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
+
+import hvd_ckpt as hc
+from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 WIDTH = 4
 NORM, VALUE = 0.05, 0.01  # limits of clipping, which most gradients exceed
@@ -250,7 +255,7 @@ class Reference:
     def __init__(self, loop: Loop, noise: int = 0) -> None:
         self.loop, self.net = loop, Net(loop)
         self.data = samples_of(loop)
-        self.own = [own_state(self.net) for _ in range(loop.ranks)]
+        self.own = [copy.deepcopy(own_state(self.net)) for _ in range(loop.ranks)]
         self.optimizers = [
             optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
         ]
@@ -296,7 +301,7 @@ class Reference:
     def evaluated(self, rank: int, data: tuple[Tensor, ...]) -> float:
         """The loss of samples with a rank's buffers."""
         x, y, factor = data
-        set_own_state(self.net, self.own[rank])
+        load_own_state(self.net, self.own[rank])
         self.net.eval()
         with torch.no_grad(), self.autocast():
             loss = self.net.loss(x, y, factor.nan_to_num(1.0)).item()
@@ -313,13 +318,13 @@ class Reference:
         sums: list[list[Tensor]] = []
         for rank, own in enumerate(batches):
             self.net.zero_grad()
-            set_own_state(self.net, self.own[rank])
+            load_own_state(self.net, self.own[rank])
             for batch in own:
                 with self.autocast():
                     loss = self.net.loss(*(values[batch] for values in self.data), number)
                 self.losses[rank].append(loss.item())
                 self.scaler.scale(loss / self.divisor(len(own))).backward()
-            self.own[rank] = own_state(self.net)
+            self.own[rank] = copy.deepcopy(own_state(self.net))
             sums.append([parameter.grad.clone() for parameter in parameters])
         for parameter, *gradients in zip(parameters, *sums):
             parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
@@ -347,23 +352,21 @@ class Reference:
 
     def result(self, rank: int) -> dict[str, Tensor]:
         """Weights, and a rank's buffers and other state."""
-        set_own_state(self.net, self.own[rank])
+        load_own_state(self.net, self.own[rank])
         return state_of(self.net)
 
 
-def differences(
-    ours: tuple[Loop, int, dict[str, Tensor], list[float], list[float]],
-    reference: type[Reference] = Reference,
-) -> list[str]:
-    """What a rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop.
+Run = Callable[..., tuple[Any, list[float]]]
+"""Runs a loop, or what is left of it after its checkpoint, which is in a folder; returns the model, with its ``net`` and the
+``losses`` of this rank's batches, and the learning rates after each step."""
 
-    Args:
-        ours: loop, rank, final state (:func:`state_of`), losses of this rank's batches, and learning rates after each step.
-        reference: a trainer's.
-    """
-    loop, rank, result, losses, rates = ours
-    alone = reference(loop).run()
-    noisy = [reference(loop, noise).run() for noise in (1, 2)]
+
+def differences_to(
+    reference: type[Reference], loop: Loop, result: dict[str, Tensor], losses: list[float], rates: list[float]
+) -> list[str]:
+    """What this rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop."""
+    rank = hc.rank()
+    alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
     failures = []
     if len(losses) != len(alone.losses[rank]):
         failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
@@ -373,34 +376,25 @@ def differences(
     def values(run: Reference) -> dict[str, Tensor]:
         return run.result(rank) | {"losses": torch.tensor(run.losses[rank]).nan_to_num()}
 
-    expected, others = values(alone), [values(run) for run in noisy]
-    tolerance = FLOOR * max(1.0, *(value.double().abs().max().item() for value in expected.values()))
-    for name, value in expected.items():
-        tolerance = max(tolerance, *(MARGIN * distance(value, other[name]) for other in others))
-    found = result | {"losses": torch.tensor(losses).nan_to_num()}
-    for name, value in expected.items():
-        if found[name].shape == value.shape and distance(found[name], value) > tolerance:
-            apart = distance(found[name], value)
-            failures.append(f"one process: {name} differs by {apart:.3g} (at most {tolerance:.3g})")
-    return failures
+    expected, found = values(alone), result | {"losses": torch.tensor(losses).nan_to_num()}
+    tolerance = tolerance_of(expected, map(values, noisy))
+    return failures + differences("one process", (found, []), (expected, []), tolerance)
 
 
-def own_state(net: nn.Module) -> dict[str, Any]:
-    """What each rank has of its own: buffers and extra state."""
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    return buffers | {
-        name: module.peak for name, module in net.named_modules() if isinstance(module, Running)
-    }
-
-
-def set_own_state(net: nn.Module, state: dict[str, Any]) -> None:
-    """Puts it back."""
-    with torch.no_grad():
-        for name, buffer in net.named_buffers():
-            buffer.copy_(state[name])
-    for name, module in net.named_modules():
-        if isinstance(module, Running):
-            module.peak = state[name]
+def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[str]:
+    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
+    with folder_of_all_ranks() as folder:
+        model, rates = run(loop, folder)
+        state = state_of(model.net)
+        failures = differences_to(reference, loop, state, model.losses, rates)
+        hc.verify(model)
+        if loop.save and (not loop.stop or loop.save < loop.stop):
+            resumed, left = run(loop, folder, resume=True)
+            if left != rates[loop.save :]:
+                failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
+            ours, whole = (resumed.losses, model.losses[len(model.losses) - len(resumed.losses) :])
+            failures += differences("resumed", (state_of(resumed.net), ours), (state, whole), 0.0)
+    return together(failures)
 
 
 def state_of(net: nn.Module) -> dict[str, Tensor]:

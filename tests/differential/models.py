@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from call_names import names_of_calls
-from carriers import Carried, pack, unpack
 from programs import IN_PARTS, REENTRANT, Block, Program
 from stateful import LAYERS, VOCABULARY, WIDTH
 from torch import Tensor, nn
@@ -51,10 +51,82 @@ class Heads(nn.Module):
         return projected.reshape(len(x), -1)
 
 
+@dataclass
+class Features:
+    """An activation, those that skip a block, and a number."""
+
+    x: Tensor
+    skip: list[Tensor]
+    count: int = 0
+
+
+class Carried(nn.Module):
+    """A block that takes and returns a container: it adds what skipped it, lets its input skip the next, and counts."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, features: Any) -> Any:
+        x, skip, count = _parts_of(features)
+        result = self.part(x) * (1 + 0.01 * count) + 0.1 * skip[-1]
+        if count % 2:
+            skip.append(x)
+        else:
+            skip[-1] = x
+        if isinstance(features, dict):
+            features.update(x=result, count=count + 1)
+        elif isinstance(features, list):
+            features[0], features[2] = result, count + 1
+        else:
+            features.x, features.count = result, count + 1
+        return features
+
+
+def pack(carrier: str, x: Tensor) -> Any:
+    """A container of a kind with ``x``, or ``x`` itself."""
+    if carrier == "dict":
+        return {"x": x, "skip": [x * 0.5], "count": 0}
+    if carrier == "list":
+        return [x, [x * 0.5], 0]
+    return Features(x, [x * 0.5]) if carrier == "dataclass" else x
+
+
+def unpack(features: Any) -> Tensor:
+    """What blocks have made of it."""
+    if isinstance(features, Tensor):
+        return features
+    x, skip, count = _parts_of(features)
+    return x + 0.1 * skip[0] + 0.01 * count
+
+
+def _parts_of(features: Any) -> tuple[Tensor, list[Tensor], int]:
+    if isinstance(features, dict):
+        return features["x"], features["skip"], features["count"]
+    if isinstance(features, list):
+        return features[0], features[1], features[2]
+    return features.x, features.skip, features.count
+
+
 RECIPES = {
     "perceptron": {"layer": "features", "layer.0": "column", "layer.3": "row"},
     "heads": {"layer": "heads:heads", "layer.project": "fused:3", "layer.output": "row"},
     "gathered": {"layer": "vocabulary"},
+}
+
+
+def _deep(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), middle(), nn.Linear(12, WIDTH))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    **LAYERS,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "batchnorm": lambda: nn.BatchNorm1d(WIDTH, eps=0.1),
+    "conv": lambda: nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last),
+    "deep": _deep(lambda: nn.LayerNorm(12)),
+    "perceptron": _deep(lambda: nn.Dropout(0.25)),
+    "heads": Heads,
 }
 
 
@@ -71,26 +143,8 @@ class Part(nn.Module):
         elif block.kind == "scale":
             self.factor = nn.Parameter(torch.tensor(0.5))
             self.nothing = nn.Parameter(torch.empty(0, 3))
-        elif block.kind in LAYERS:
-            self.layer: nn.Module = LAYERS[block.kind]()
-        elif block.kind == "norm":
-            self.layer = nn.LayerNorm(WIDTH)
-        elif block.kind == "batchnorm":
-            self.layer = nn.BatchNorm1d(WIDTH, eps=0.1)
-        elif block.kind == "conv":
-            self.layer = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
-        elif block.kind == "deep":
-            self.layer = nn.Sequential(
-                nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, WIDTH)
-            )
-        elif block.kind == "perceptron":
-            self.layer = nn.Sequential(
-                nn.Linear(WIDTH, 12), nn.GELU(), nn.Dropout(0.25), nn.Linear(12, WIDTH)
-            )
-        elif block.kind == "heads":
-            self.layer = Heads()
         else:
-            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.layer = MODULES.get(block.kind, lambda: nn.Linear(WIDTH, WIDTH))()
         if block.kind in ("branch", "unused"):
             self.other = nn.Linear(WIDTH, WIDTH)
         self.to(self.dtype)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from acts import ACTS, FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ, Act
+from hand import ACTS, FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ
 from named import WHOLE, Named
-from programs import Program
+from programs import Act, Program
 
 TWICE = f"{WHOLE} {WHOLE}"
 REDUCED = tuple(

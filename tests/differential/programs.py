@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from acts import Act
-
 REENTRANT = ("hc_reentrant", "torch_reentrant", "sequential_reentrant", "module_reentrant")
 RECOMPUTE = (
     *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment", "planned"),
@@ -22,6 +20,7 @@ STATEFUL = (  # :mod:`stateful`
 )
 IN_PARTS = ("perceptron", "heads", "gathered")  # that tensor parallelism splits
 CARRIERS = ("dict", "list", "dataclass")
+PLACES = ("cleared", "pass", "backward", "synchronized", "step")
 ELEMENTWISE = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 
 
@@ -71,6 +70,33 @@ class Pass:
     batch: int = 4
     trap: tuple[str, int] | None = None
     overflow: bool = False
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a user does by hand to gradients, weights, the optimizer's state, groups or flags.
+
+    Attributes:
+        kind: of :data:`hand.ACTS`.
+        place: of :data:`PLACES`: after gradients were cleared; after backward pass ``part``; after all of them; between
+            ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; after ``step()``.
+        ranks: that do it.
+        targets: numbers of parameters, modulo how many there are; empty: all of them.
+        through: where they are taken from: ``"module"`` or ``"groups"``, those of the optimizer.
+        within: inside ``gathered_parameters()``.
+        value: of factors and bounds.
+        pause: seconds before it, in which what has left may arrive.
+    """
+
+    kind: str
+    place: str
+    ranks: tuple[int, ...]
+    targets: tuple[int, ...] = ()
+    part: int = 0
+    through: str = "module"
+    within: bool = False
+    value: float = 1.5
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)

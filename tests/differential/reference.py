@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
-from hidden import (
-    buffers_of,
-    hidden_of,
-    random_state,
-    seed_all,
-    set_buffers,
-    set_hidden,
-    set_random_state,
-)
 from programs import Program
-from torch import Tensor
+from stateful import Stateful
+from torch import Tensor, nn
+
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils.cuts import cut_of
 
 
 class Ranks:
@@ -140,3 +138,68 @@ class Ranks:
             gradient = parameter.grad
             for gradients in self._gradients.values():
                 gradients[at] = None if gradient is None else gradient.clone()
+
+
+# ---------------------------------------------------------------------------------- the state of one rank
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A copy of a parameter, of which tensor parallelism may have left a slice here."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return parameter.detach().clone()
+    rows = current().gather_objects(parameter.detach().clone())
+    return cut.whole(rows)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch's generator, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    numpy.random.set_state(state[2])
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), values):
+            buffer.copy_(value)
+
+
+def hidden_of(model: nn.Module) -> list[Any]:
+    return [module.hidden() for module in model.modules() if isinstance(module, Stateful)]
+
+
+def set_hidden(model: nn.Module, values: list[Any]) -> None:
+    stateful = (module for module in model.modules() if isinstance(module, Stateful))
+    for module, value in zip(stateful, values):
+        module.set_hidden(value)
+
+
+def as_tensor(state: Any) -> Tensor:
+    """A tensor as it is; of anything else a digest."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    text = repr(_plain(state)).encode()
+    return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, (tuple, list)):
+        return [_plain(value) for value in state]
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, numpy.ndarray | Tensor) else state

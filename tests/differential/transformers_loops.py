@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from all_ranks import folder_of_all_ranks
-from checking import distance, together
 from loops import (
     NORM,
     Batches,
     Loop,
     Net,
     Reference,
-    differences,
+    check as check_loop,
     draw_loop,
     optimizer_of,
     sampler_of,
     samples_of,
     schedule_of,
-    state_of,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -128,8 +125,7 @@ def rows_of(loop: Loop) -> list[dict[str, Tensor]]:
     return [{"x": x, "y": y, "factor": factor} for x, y, factor in zip(*samples_of(loop))]
 
 
-def trained(loop: Loop, folder: Path, resume: Path | None = None) -> tuple[Model, list[float]]:
-    """The model after a run of the loop, or of what is left after its checkpoint, and the learning rates."""
+def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list[float]]:
     given: dict[str, Any] = {"lr_scheduler_type": "constant"}
     if loop.schedule == "plateau":
         kwargs = {"factor": 0.5, "patience": 0, "threshold": 0.2}
@@ -166,24 +162,8 @@ def trained(loop: Loop, folder: Path, resume: Path | None = None) -> tuple[Model
     )
     trainer.loop = loop
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{loop.save}") if resume else None)
     return model, acts.rates
 
 
-def check(loop: Loop) -> list[str]:
-    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
-    with folder_of_all_ranks() as folder:
-        model, rates = trained(loop, folder)
-        state = state_of(model.net)
-        failures = differences((loop, hc.rank(), state, model.losses, rates), InOneProcess)
-        hc.verify(model)
-        if loop.save and (not loop.stop or loop.save < loop.stop):
-            resumed, left = trained(loop, folder, folder / f"checkpoint-{loop.save}")
-            if left != rates[loop.save :]:
-                failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
-            if str(resumed.losses) != str(model.losses[len(model.losses) - len(resumed.losses) :]):
-                failures.append("resumed: losses differ")
-            for name, value in state_of(resumed.net).items():
-                if not torch.equal(value, state[name]):
-                    failures.append(f"resumed: {name} differs by {distance(value, state[name]):.3g}")
-    return together(failures)
+check = functools.partial(check_loop, run=trained, reference=InOneProcess)

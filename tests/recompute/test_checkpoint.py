@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
+import random
 import weakref
-from collections import namedtuple
+from collections import deque, namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -15,33 +15,12 @@ import torch
 from same import assert_same, gradients
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from ways import EVERY_KIND, VARIANTS, WAYS, by_function, of, plainly, reentrant
 
-from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.recompute import checkpoint, is_checkpointing, is_recomputing
 from hvd_ckpt.utils.frames import remembered
 
-reentrant = functools.partial(checkpoint, use_reentrant=True)
-
-
-def by_function(function, *inputs):
-    """CheckpointFunction for a module, or a function with its modules in ``parts``."""
-    parts = getattr(function, "parts", [function] if isinstance(function, nn.Module) else [])
-    parameters = [parameter for part in parts for parameter in part.parameters()]
-    return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
-
-
-def of(*parts):
-    """Marks a function with the modules that it uses."""
-
-    def mark(function):
-        function.parts = parts
-        return function
-
-    return mark
-
-
-KINDS = {"non-reentrant": checkpoint, "reentrant": reentrant, "CheckpointFunction": by_function}
-EVERY_KIND = pytest.mark.parametrize("run", KINDS.values(), ids=KINDS)
-VARIANTS = pytest.mark.parametrize("run", [checkpoint, reentrant], ids=["non-reentrant", "reentrant"])
+KINDS = ("non-reentrant", "reentrant", "CheckpointFunction")
 # PyTorch's reentrant variant does not work under torch.autograd.grad, by which CheckpointFunction recomputes.
 NESTINGS = pytest.mark.parametrize(
     ("outer", "inner"),
@@ -63,10 +42,6 @@ class Recorder(nn.Module):
 
 def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 6), nn.Tanh())
-
-
-def plainly(function, *args, **kwargs):
-    return function(*args, **kwargs)
 
 
 @EVERY_KIND
@@ -127,7 +102,7 @@ def test_flags_tell_the_first_pass_from_the_recomputation(run):
     assert not is_checkpointing() and not is_recomputing()
 
 
-@VARIANTS
+@EVERY_KIND
 def test_without_gradients_the_function_simply_runs(run):
     module = Recorder()
     with torch.no_grad():
@@ -175,7 +150,7 @@ def test_nested(outer, inner):
         return [*gradients(first, second), x.grad], recorder.seen
 
     plain, _ = train(plainly, plainly)
-    recomputed, (first, *others) = train(KINDS[outer], KINDS[inner])
+    recomputed, (first, *others) = train(WAYS[outer], WAYS[inner])
     assert_same(plain, recomputed)
     assert first == (True, False)
     assert others and all(recomputing for _, recomputing in others)
@@ -243,10 +218,25 @@ def test_no_arguments_at_all(run):
     assert len(runs) == 2
 
 
+class Slots:
+    """Holds a module without a ``__dict__``."""
+
+    __slots__ = ("norm",)
+
+    def __init__(self, norm):
+        self.norm = norm
+
+
 @pytest.mark.parametrize(
     "hide",
-    [lambda layers: ([[[layers]]], layers), lambda layers: (SimpleNamespace(layers=layers), layers)],
-    ids=["a longer way first", "a way through an object first"],
+    [
+        lambda layers: ([[[layers]]], layers),
+        lambda layers: (SimpleNamespace(layers=layers), layers),
+        lambda layers: (0, [Slots(layers[0].norm)]),
+        lambda layers: (0, deque(layers)),
+        lambda layers: (random.SystemRandom(), layers),
+    ],
+    ids=["a longer way first", "a way through an object first", "slots", "deque", "numbers of the system"],
 )
 @VARIANTS
 def test_modules_to_which_several_ways_lead(run, hide):
@@ -342,10 +332,10 @@ def test_a_remembered_value_is_computed_once_in_nested_regions(outer, inner):
         return once(once(x)).cos()
 
     def outside(x):
-        return once(KINDS[inner](inside, once(x))).cos()
+        return once(WAYS[inner](inside, once(x))).cos()
 
     x = torch.randn(3, requires_grad=True)
-    y = KINDS[outer](outside, x)
+    y = WAYS[outer](outside, x)
     assert len(computed) == 4
     y.sum().backward(retain_graph=True)
     y.sum().backward()

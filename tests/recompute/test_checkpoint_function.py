@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from same import assert_same, gradients
+from same import assert_same
 from torch import nn
 
 from hvd_ckpt.recompute import CheckpointFunction, checkpoint
@@ -25,19 +25,39 @@ def test_each_parameter_is_accumulated_once_however_many_regions_use_it():
     assert len(accumulated) == 4  # PyTorch's reentrant variant, in contrast
 
 
-def test_tensor_hooks_run_once():
-    module, x, calls = nn.Linear(4, 4), torch.randn(2, 4), []
+def test_a_tensor_that_is_given_twice_gets_its_gradient_once():
+    first, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4, requires_grad=True)
+    second = nn.Linear(4, 4, bias=False)
+    second.weight, same = first.weight, []
+
+    def function(left, right):
+        same.append(left is right)
+        return second(first(left).sin() * right)
+
+    expected = torch.autograd.grad(function(x, x).sum(), [x, first.weight])
+    parameters = [*first.parameters(), *second.parameters()]
+    CheckpointFunction.apply(function, 2, x, x, *parameters).sum().backward()
+    assert_same([x.grad, first.weight.grad], list(expected))
+    assert same == [True] * 3
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_tensor_hooks_run_once(leaf):
+    parameter, x, calls = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4), []
 
     def double(gradient):
         calls.append(1)
         return gradient * 2
 
-    module.weight.register_hook(double)
-    module(x).sum().backward()
-    expected = gradients(module)
-    module.zero_grad()
-    CheckpointFunction.apply(module, 1, x, *module.parameters()).sum().backward()
-    assert_same(expected, gradients(module))
+    def gradient(run):
+        weight = parameter if leaf else parameter * 1
+        hook, parameter.grad = weight.register_hook(double), None
+        run(lambda x: x @ weight, weight).sum().backward()
+        hook.remove()
+        return parameter.grad
+
+    expected = gradient(lambda function, weight: function(x))
+    assert_same(expected, gradient(lambda function, weight: CheckpointFunction.apply(function, 1, x, weight)))
     assert len(calls) == 2
 
 

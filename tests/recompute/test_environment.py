@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import ways
 from same import assert_same
 from selective import drop_all
 from torch import nn
@@ -99,6 +100,7 @@ ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default device": default_device,
     "device": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "library": lambda: torch.backends.mkldnn.flags(enabled=False),
 }
 
 
@@ -111,9 +113,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = torch.empty(1)
-        factor = (
-            FACTOR.get() * (0.5 if made.device.type == "meta" else 1.0) * (1.5 if made.itemsize == 8 else 1)
-        )
+        factor = FACTOR.get() * (0.5 if made.device.type == "meta" else 1.0)
+        factor *= (1.5 if made.itemsize == 8 else 1) * (1.0 if torch.backends.mkldnn.enabled else 0.7)
         h: torch.Tensor = self.outer(torch.tanh(self.inner(x)) * factor)
         return x + torch.tanh(h).float()
 
@@ -153,14 +154,10 @@ def under_policies(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 WAYS: dict[str, Run] = {
-    "non-reentrant": each(hc.checkpoint),
-    "reentrant": each(lambda block, x: hc.checkpoint(block, x, use_reentrant=True)),
+    **{name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "CheckpointFunction")},
     "segments": lambda model, x: hc.checkpoint_sequential(model, 2, x, keep_last=False),
     "reentrant segments": lambda model, x: hc.checkpoint_sequential(
         model, 2, x, keep_last=False, use_reentrant=True
-    ),
-    "CheckpointFunction": each(
-        lambda block, x: hc.CheckpointFunction.apply(block, 1, x, *block.parameters())
     ),
     "nested": each(nested),
     "selective": each(selective),
@@ -171,7 +168,7 @@ WAYS: dict[str, Run] = {
 
 
 def plain_of(way: str) -> Run:
-    return each(lambda block, x: torch.tanh(block(x))) if way == "nested" else lambda model, x: model(x)
+    return each(lambda block, x: torch.tanh(block(x))) if way == "nested" else ways.plainly
 
 
 def trained(

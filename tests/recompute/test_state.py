@@ -3,61 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from same import assert_same
 from selective import drop_all
-from torch import nn
+from torch import Tensor, nn
+from ways import VARIANTS, WAYS, Run, plainly, reentrant
 
-from hvd_ckpt.recompute import (
-    CheckpointFunction,
-    CheckpointSequential,
-    RecomputationMismatch,
-    checkpoint,
-)
+from hvd_ckpt.recompute import CheckpointFunction, RecomputationMismatch, checkpoint
 from hvd_ckpt.recompute.tape import run_selectively
 
-STEPS = 3
 
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_first_write_of_another_modules_weight_is_an_error(use_reentrant: bool) -> None:
+@VARIANTS
+def test_a_first_write_of_another_modules_weight_is_an_error(run: Run) -> None:
     layer = nn.Linear(8, 8)
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x: Tensor) -> Tensor:
         with torch.no_grad():
             layer.weight.mul_(0.9)
         return torch.tanh(layer(x))
 
-    y = checkpoint(function, torch.randn(4, 8, requires_grad=True), use_reentrant=use_reentrant)
+    y = run(function, torch.randn(4, 8, requires_grad=True))
     with pytest.raises(
         RecomputationMismatch, match="'Linear.weight' was written .* from before are not known"
     ):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_tensor_of_no_module_that_is_resized(use_reentrant: bool) -> None:
-    def gradients(recompute: bool) -> list[torch.Tensor | None]:
-        torch.manual_seed(0)
-        layer, held = nn.Linear(8, 8), torch.empty(0)
+Writing = tuple[Callable[[Tensor], Tensor], Tensor, list[Tensor]]
+"""A function, a weight of it, and the tensors that it writes."""
 
-        def function(x: torch.Tensor) -> torch.Tensor:
-            if not held.numel():
-                held.resize_(8).fill_(1.0)
-            y = torch.tanh(layer(x)) * held.clone()
-            held.mul_(0.9)
-            return y
 
-        for _ in range(STEPS):
-            x = torch.randn(4, 8)
-            y = checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
-            y.square().sum().backward()
-        return [layer.weight.grad, held]
+def resized() -> Writing:
+    layer, held = nn.Linear(8, 8), torch.empty(0)
 
-    for ours, theirs in zip(gradients(True), gradients(False)):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    def function(x: Tensor) -> Tensor:
+        if not held.numel():
+            held.resize_(8).fill_(1.0)
+        y = torch.tanh(layer(x)) * held.clone()
+        held.mul_(0.9)
+        return y
+
+    return function, layer.weight, [held]
 
 
 class Centered(nn.Module):
@@ -67,46 +58,82 @@ class Centered(nn.Module):
         super().__init__()
         self.mean, self.layer = nn.Parameter(torch.zeros(8), requires_grad=False), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return self.layer(x - self.mean.data).relu()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_parameter_that_is_written_past_its_version_counter(use_reentrant: bool) -> None:
-    def trained(recompute: bool) -> list[torch.Tensor | None]:
+def past_its_version_counter() -> Writing:
+    module = Centered()
+    return module, module.layer.weight, [module.mean]
+
+
+def running_statistics() -> Writing:
+    mean, variance, weight = torch.zeros(8), torch.ones(8), torch.randn(8, 8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x @ weight, mean, variance, training=True).relu()
+
+    return function, weight, [mean, variance]
+
+
+@VARIANTS
+@pytest.mark.parametrize("make", [resized, past_its_version_counter, running_statistics])
+def test_tensors_that_a_forward_pass_writes(make: Callable[[], Writing], run: Run) -> None:
+    def trained(run: Run) -> list[Tensor | None]:
         torch.manual_seed(0)
-        module = Centered()
-        for step in range(STEPS):
-            x = torch.randn(4, 8, requires_grad=True)
-            y = checkpoint(module, x, use_reentrant=use_reentrant) if recompute else module(x)
-            y.square().sum().backward()
-            module.layer.weight.data.sub_(0.1)  # as some optimizers do
+        function, weight, written = make()
+        for step in range(3):
+            run(function, torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+            weight.data.sub_(0.1)  # as some optimizers do
             if step == 1:
-                module.mean.data.zero_()
-        return [module.layer.weight.grad, module.mean]
+                written[0].data.zero_()
+        return [weight.grad, *written]
 
-    for ours, theirs in zip(trained(True), trained(False)):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    assert_same(trained(run), trained(plainly))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_running_statistics_of_no_module(use_reentrant: bool) -> None:
-    def trained(recompute: bool) -> list[torch.Tensor | None]:
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "lambda", "nested", "segments"])
+def test_tensors_in_the_places_of_parameters_and_buffers(way: str) -> None:
+    def trained(run: Run) -> list[Tensor | None]:
         torch.manual_seed(0)
-        mean, variance, weight = torch.zeros(8), torch.ones(8), torch.randn(8, 8, requires_grad=True)
-
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.batch_norm(x @ weight, mean, variance, training=True).relu()
-
-        for _ in range(STEPS):
-            x = torch.randn(4, 8, requires_grad=True)
-            y = checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
+        norm, layer, gradients = nn.BatchNorm1d(8), nn.Linear(8, 8), []
+        model = Through(run, nn.Sequential(layer, nn.Tanh(), norm, nn.Tanh()))
+        for number in range(3):  # the values are other ones from the second on
+            state = {name: value.detach() + number for name, value in model.state_dict().items()}
+            for name, _ in model.named_parameters():
+                state[name].requires_grad_()
+            y = torch.func.functional_call(model, state, (torch.randn(4, 8),))
             y.square().sum().backward()
-        return [weight.grad, mean, variance]
+            gradients += [value.grad for value in state.values()]
+            gradients += [value for name, value in state.items() if "running" in name]
+            assert norm.num_batches_tracked == 0 and layer.weight.grad is None
+        return gradients
 
-    for ours, theirs in zip(trained(True), trained(False)):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    assert_same(trained(WAYS[way]), trained(plainly))
+
+
+@VARIANTS
+def test_a_scripted_block(run: Run) -> None:
+    def trained(run: Run) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        block = torch.jit.script(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh())
+        )
+        for _ in range(4):
+            run(block, torch.randn(4, 8)).square().sum().backward()
+        return [*(parameter.grad for parameter in block.parameters()), *block.buffers()]
+
+    assert_same(trained(run), trained(plainly), 1e-4)  # it has other bits once it is optimized
+
+
+class Through(nn.Module):
+    def __init__(self, run: Run, block: nn.Module) -> None:
+        super().__init__()
+        self.run, self.block = run, block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.block, x)
 
 
 # ---------------------------------------------------------------------------------------- containers
@@ -120,16 +147,16 @@ def test_tensors_in_containers_are_watched_like_others() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_tensor_that_is_given_twice_is_one_tensor_again(use_reentrant: bool) -> None:
+@VARIANTS
+def test_a_tensor_that_is_given_twice_is_one_tensor_again(run: Run) -> None:
     same = []
     linear, x = nn.Linear(8, 8), torch.randn(5, 8, requires_grad=True)
 
-    def function(first: torch.Tensor, rest: dict[str, torch.Tensor]) -> torch.Tensor:
+    def function(first: Tensor, rest: dict[str, Tensor]) -> Tensor:
         same.append(first is rest["again"])
         return torch.tanh(linear(first) * rest["again"]).sin()
 
-    checkpoint(function, x, {"again": x}, use_reentrant=use_reentrant).sum().backward()
+    run(function, x, {"again": x}).sum().backward()
     assert same == [True, True]
 
 
@@ -137,10 +164,10 @@ class Cache:
     """An object that blocks write to."""
 
     def __init__(self) -> None:
-        self.states: list[torch.Tensor] = []
+        self.states: list[Tensor] = []
         self.calls = 0
 
-    def update(self, x: torch.Tensor) -> torch.Tensor:
+    def update(self, x: Tensor) -> Tensor:
         self.states.append(x)
         self.calls += 1
         return torch.stack(self.states).sum(0)
@@ -151,45 +178,77 @@ class Caching(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
         return torch.tanh(self.linear(cache.update(torch.sin(x))))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_an_object_that_holds_tensors(use_reentrant: bool) -> None:
-    def gradients(recompute: bool) -> list[torch.Tensor | None]:
+@VARIANTS
+def test_an_object_that_holds_tensors(run: Run) -> None:
+    def gradients(run: Run) -> list[Tensor | None]:
         torch.manual_seed(0)
         blocks, x = nn.ModuleList(Caching() for _ in range(3)), torch.randn(5, 8, requires_grad=True)
         cache, y = Cache(), x
         for block in blocks:
-            y = checkpoint(block, y, cache, use_reentrant=use_reentrant) if recompute else block(y, cache)
+            y = run(block, y, cache)
         y.square().sum().backward()
         assert cache.calls == 3 and len(cache.states) == 3
         return [x.grad, *(parameter.grad for parameter in blocks.parameters())]
 
-    if use_reentrant:  # what the first pass has stored has no graph
+    if run is reentrant:  # what the first pass has stored has no graph
         with pytest.raises(RuntimeError, match="without returning it"):
-            gradients(True)
-        return
-    for ours, theirs in zip(gradients(True), gradients(False)):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+            gradients(run)
+    else:
+        assert_same(gradients(run), gradients(plainly))
+
+
+class Slots(dict[str, Tensor]):
+    __slots__ = ()
+
+
+class Named(list[Tensor]):
+    name = "none"
+
+
+class Ordered(OrderedDict[str, Tensor]):
+    pass
+
+
+@VARIANTS
+@pytest.mark.parametrize("make", [lambda x: Slots(x=x), lambda x: Named([x]), lambda x: Ordered(x=x)])
+def test_subclasses_of_containers(make: Callable[[Tensor], Any], run: Run) -> None:
+    seen: list[Any] = []
+
+    def function(container: Any) -> Tensor:
+        seen.append((type(container), dict(getattr(container, "__dict__", {}))))
+        key = 0 if isinstance(container, list) else "x"
+        y = container[key].sin().exp()
+        container[key] = y  # which the recomputation must not see
+        return y
+
+    x = torch.randn(3, requires_grad=True)
+    container = make(x)
+    if isinstance(container, Named):
+        container.name = "given"
+    run(function, container).sum().backward()
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert x.grad is not None and torch.equal(x.grad, expected)
+    assert seen[0] == seen[1]
 
 
 def test_reentrant_gradients_of_inputs_keep_their_strides() -> None:
-    def gradient(recompute: bool) -> tuple[int, ...]:
+    def gradient(run: Run) -> tuple[int, ...]:
         strides: list[tuple[int, ...]] = []
         x = torch.randn(2, 3, 4, requires_grad=True)
         y = x * 1
         y.register_hook(lambda grad: strides.append(grad.stride()))
 
-        def function(h: torch.Tensor) -> torch.Tensor:
+        def function(h: Tensor) -> Tensor:
             return torch.tanh(h.transpose(1, 2).contiguous())
 
-        out = checkpoint(function, y, use_reentrant=True) if recompute else function(y)
-        out.square().sum().backward()
+        run(function, y).square().sum().backward()
         return strides[0]
 
-    assert gradient(True) == gradient(False)
+    assert gradient(reentrant) == gradient(plainly)
 
 
 class Weighted(nn.Module):
@@ -198,32 +257,28 @@ class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-        self.offset: torch.Tensor
+        self.offset: Tensor
         self.register_buffer("offset", torch.zeros(8))
 
-    def forward(self, x: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
         return self.norm(torch.tanh(self.linear(x) + self.offset) * more[0].exp()) * more[0]
 
 
-def on_a_tape(block: Weighted, x: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+def on_a_tape(block: Weighted, x: Tensor, more: list[Tensor]) -> Tensor:
     policy = drop_all(block, x.detach(), [more[0].detach()], keep=("linear",))
     return run_selectively(block, (x, more), {}, policy)
 
 
-FREEZING: dict[str, Callable[..., torch.Tensor]] = {
-    "non-reentrant": lambda block, x, more: checkpoint(block, x, more),
+FREEZING: dict[str, Run] = {
+    **{name: WAYS[name] for name in ("non-reentrant", "reentrant", "nested")},
     "no early stop": lambda block, x, more: checkpoint(block, x, more, early_stop=False),
-    "reentrant": lambda block, x, more: checkpoint(block, x, more, use_reentrant=True),
     "lambda": lambda block, x, more: checkpoint(lambda y: block(y, more), x),
-    "reentrant lambda": lambda block, x, more: checkpoint(lambda y: block(y, more), x, use_reentrant=True),
+    "reentrant lambda": lambda block, x, more: reentrant(lambda y: block(y, more), x),
     "CheckpointFunction": lambda block, x, more: CheckpointFunction.apply(
         lambda x, weight: block(x, [weight]), 2, x, *more, *block.parameters(), block.offset
     ),
-    "segments": lambda block, x, more: CheckpointSequential([Partial(block, more)], 1, keep_last=False)(x),
-    "reentrant segments": lambda block, x, more: CheckpointSequential(
-        [Partial(block, more)], 1, True, keep_last=False
-    )(x),
-    "nested": lambda block, x, more: checkpoint(lambda x: checkpoint(block, x, more), x),
+    "segments": lambda block, x, more: WAYS["segments"](Partial(block, more), x),
+    "reentrant segments": lambda block, x, more: WAYS["reentrant segments"](Partial(block, more), x),
     "tape": on_a_tape,
 }
 
@@ -231,17 +286,15 @@ FREEZING: dict[str, Callable[..., torch.Tensor]] = {
 class Partial(nn.Module):
     """A block with an attribute as its other argument."""
 
-    def __init__(self, block: Weighted, more: list[torch.Tensor]) -> None:
+    def __init__(self, block: Weighted, more: list[Tensor]) -> None:
         super().__init__()
         self.block, self.weight = block, more[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.block(x, [self.weight])
 
 
-def gradients_around_a_change(
-    run: Callable[..., torch.Tensor], at_forward: str, at_backward: str
-) -> list[torch.Tensor | None]:
+def gradients_around_a_change(run: Run, at_forward: str, at_backward: str) -> list[Tensor | None]:
     """Gradients of a block, of which other tensors require them in the forward pass than in the backward pass."""
     torch.manual_seed(0)
     block, x, weight = Weighted(), torch.randn(5, 8, requires_grad=True), torch.randn(8)
@@ -283,10 +336,8 @@ def test_parameters_that_are_frozen_or_unfrozen_between_the_passes(
     at_forward: str, at_backward: str, way: str
 ) -> None:
     ours = gradients_around_a_change(FREEZING[way], at_forward, at_backward)
-    plain = gradients_around_a_change(lambda block, x, more: block(x, more), at_forward, at_backward)
-    assert [gradient is None for gradient in ours] == [gradient is None for gradient in plain]
-    for gradient, expected in zip(ours, plain):
-        assert gradient is expected or torch.equal(gradient, expected)
+    plain = gradients_around_a_change(plainly, at_forward, at_backward)
+    assert_same(ours, plain)
 
 
 @pytest.mark.parametrize("way", FREEZING)
@@ -305,7 +356,7 @@ def test_flags_are_put_back_after_an_error(way: str) -> None:
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "CheckpointFunction"])
 def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
     class Judged(Weighted):
-        def forward(self, x: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
             self.linear.requires_grad_(False)
             out = super().forward(x, more).sin()
             self.linear.requires_grad_(True)  # after the last saved tensor, where recomputation stops
@@ -326,7 +377,7 @@ def test_a_buffer_with_two_names_is_one_in_a_recomputation() -> None:
             self.register_buffer("steps", torch.zeros(()))
             self.register_buffer("same", self.steps)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             self.steps.add_(1)
             return x.sin() * self.same.clone()
 

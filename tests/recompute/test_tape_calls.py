@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,41 @@ def test_random_numbers_of_others_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_memory_of_numpy_is_written_once() -> None:
+    array, weight = np.ones(4, dtype=np.float32), torch.randn(4, requires_grad=True)
+
+    def function(w: Tensor) -> Tensor:
+        return torch.from_numpy(array).mul_(2).exp() * w
+
+    policy = Policy(("from_numpy", "mul_", "exp", "mul"), frozenset(range(4)))
+    run_selectively(function, (weight,), {}, policy).sum().backward()
+    assert array.tolist() == [2.0] * 4
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), 2.0).exp())
+
+
+@pytest.mark.parametrize("norm", [torch.native_batch_norm, torch.ops.aten.native_batch_norm.default])
+def test_running_statistics_of_an_operator_are_updated_once(norm: Callable[..., Any]) -> None:
+    mean, variance, x = torch.zeros(4), torch.ones(4), torch.randn(8, 4, requires_grad=True)
+
+    def function(y: Tensor) -> Tensor:
+        return norm(y.exp(), None, None, mean, variance, True, 0.1, 1e-5)[0].sin() * 2
+
+    policy = drop_all(function, x)
+    mean.zero_()
+    run_selectively(function, (x,), {}, policy).sum().backward()
+    torch.testing.assert_close(mean, 0.1 * x.detach().exp().mean(0))
+
+
+def test_calls_on_the_meta_device() -> None:
+    def function(y: Tensor) -> Tensor:
+        rows = torch.ones(len(y), device="meta").exp().cumsum(0)
+        return y.sin().exp() * len(rows)
+
+    x = torch.randn(4, requires_grad=True)
+    run_selectively(function, (x,), {}, drop_all(function, x)).sum().backward()
+    assert x.grad is not None
 
 
 TRANSFORMS = {

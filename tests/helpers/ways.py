@@ -1,0 +1,60 @@
+"""Ways of recomputation: each runs a module, or a function of modules, on inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hvd_ckpt as hc
+
+Run = Callable[..., Any]
+
+reentrant = functools.partial(hc.checkpoint, use_reentrant=True)
+
+
+def plainly(function: Run, *args: Any, **kwargs: Any) -> Any:
+    """Runs a function without recomputation."""
+    return function(*args, **kwargs)
+
+
+def of(*parts: nn.Module) -> Callable[[Run], Run]:
+    """Marks a function with the modules that it uses."""
+
+    def mark(function: Any) -> Run:
+        function.parts = parts
+        return function
+
+    return mark
+
+
+def by_function(function: Any, *inputs: Any) -> Any:
+    """CheckpointFunction for a module, or a function that is marked by :func:`of`."""
+    parts = getattr(function, "parts", [function] if isinstance(function, nn.Module) else [])
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    return hc.CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
+
+
+WAYS: dict[str, Run] = {
+    "non-reentrant": hc.checkpoint,
+    "reentrant": reentrant,
+    "CheckpointFunction": by_function,
+    "lambda": lambda block, *inputs: hc.checkpoint(lambda *given: block(*given), *inputs),
+    "segments": lambda block, *inputs: hc.checkpoint_sequential([block], 1, *inputs, keep_last=False),
+    "reentrant segments": lambda block, *inputs: hc.checkpoint_sequential(
+        [block], 1, *inputs, use_reentrant=True, keep_last=False
+    ),
+    "nested": lambda block, *inputs: hc.checkpoint(lambda *given: hc.checkpoint(block, *given), *inputs),
+}
+
+
+def each_of(*names: str) -> Any:
+    """Parametrizes a test by ways that are its argument ``run``."""
+    return pytest.mark.parametrize("run", [WAYS[name] for name in names], ids=names)
+
+
+VARIANTS = each_of("non-reentrant", "reentrant")
+EVERY_KIND = each_of("non-reentrant", "reentrant", "CheckpointFunction")
