@@ -72,7 +72,8 @@ def checkpoint(
     - gradients of the parameters if no input requires a gradient (the first layers on raw data);
     - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
     - modules whose training flags change before the backward pass: the recomputation uses those of the first pass;
-    - parameters that are frozen or unfrozen before the backward pass, with the gradients of plain autograd.
+    - parameters that are frozen, unfrozen or replaced before the backward pass (as :func:`torch.func.functional_call` does), with
+      the gradients of plain autograd.
 
     The last three apply to modules that ``function`` can reach. These are the function itself, and modules in its object, closure,
     defaults, partial arguments, globals (also in lists and dicts of those), and in its arguments.
@@ -83,8 +84,9 @@ def checkpoint(
     Args:
         function: a module or any callable. It must compute the same each time it runs.
         use_reentrant: False for the non-reentrant variant, which stops recomputing at the last tensor that is needed, and works
-            with :func:`torch.autograd.grad`. True for the reentrant variant, which does neither. None means False, without a
-            warning (in PyTorch it means True, with a warning).
+            with :func:`torch.autograd.grad`. True for the reentrant variant, which does neither, and which scripted modules need:
+            TorchScript saves other tensors once it has optimized them. None means False, without a warning (in PyTorch it means
+            True, with a warning).
         partition: whether each part of a job with tensor parallelism keeps 1 / t of each argument that requires grad, and the
             backward pass gathers them (partitioned activations of ZeRO-R). The arguments must be equal on all parts.
         preserve_rng_state: whether to recompute with the random state of the first pass, on the CPU and on every device of the
@@ -135,10 +137,8 @@ def _run(
             # a parameter out of reach.
             return function(*args, **kwargs)
         return _checkpoint_reentrant(run, options.preserve_rng_state)
-    # The exception that stops a recomputation does not come through the interpreter of TorchScript.
-    stops = options.early_stop and not any(isinstance(one, torch.jit.ScriptModule) for one in reached.modules)
     # The argument early_stop of PyTorch's checkpoint exists only since PyTorch 2.9.
-    with nullcontext() if stops else set_checkpoint_early_stop(False):
+    with nullcontext() if options.early_stop else set_checkpoint_early_stop(False):
         result = torch.utils.checkpoint.checkpoint(
             run,
             *run.tensors,

@@ -76,9 +76,10 @@ def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     elif isinstance(value, (dict, list)):
         if kind.__init__ not in _INITS:  # of a subclass that adds more than methods
             return None
-        keys = list(value) if isinstance(value, dict) else None
-        items = list(value) if keys is None else list(value.values())
-        return items, lambda new: _set(kind(new if keys is None else zip(keys, new)), attributes)
+        if isinstance(value, list):
+            return list(value), lambda new: _set(kind(new), attributes)
+        keys = list(value)
+        return list(value.values()), lambda new: _set(kind(zip(keys, new)), attributes)
     elif not (_is_plain_object(kind) and _holds_tensors(value, _OBJECTS)):
         return None
     return list(attributes.values()), lambda new: _set(object.__new__(kind), dict(zip(attributes, new)))

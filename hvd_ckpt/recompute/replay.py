@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -447,3 +448,7 @@ class Holder:
             what = f"the result of '{name}'" if self.key >= 0 else f"a tensor that '{name}' saved"
             verification.compare([(observation, tensor)], what)
         return tensor
+
+
+unpack: Callable[[Any], Tensor] = operator.methodcaller("get")
+"""Returns the tensor that was packed; the inverse of :meth:`.tape.Tape.pack`."""

@@ -96,7 +96,7 @@ class ForwardState:
         self._modules = modules
         self._modes = [(module, module.training) for module in modules]
         # Others may stand in their places by then, as after torch.func.functional_call().
-        self._members: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = [
+        self._members: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (named, dict(named)) for module in modules for named in (module._parameters, module._buffers)
         ]  # of scripted modules, too, which keep them
         self._leaves = [

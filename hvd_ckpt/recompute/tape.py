@@ -19,7 +19,6 @@ recompute others. They trace the model into a graph and run the graph in its pla
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -46,7 +45,7 @@ from hvd_ckpt.recompute.calls import (
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
 from hvd_ckpt.recompute.region import refuse_transforms
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View, unpack
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.utils.frames import depth, keeps_everything
@@ -137,7 +136,7 @@ def run_selectively(
     tape = Tape(policy, verification)
     naming = nullcontext() if verification is None else naming_modules()
     try:
-        with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, operator.methodcaller("get")), tape:
+        with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
     finally:
         tape.close()
@@ -432,7 +431,8 @@ class Tape(TorchFunctionMode):
     def _see(self, holder: Holder, tensor: Tensor) -> Holder:
         """Returns the holder; in a verified pass, first notes how the tensor looks."""
         if self._verification is not None:
-            holder.seen = (self._verification, *observe_all([(tensor, running_module(), None)]))
+            (seen,) = observe_all([(tensor, running_module(), None)])
+            holder.seen = (self._verification, seen)
         return holder
 
 
