@@ -394,7 +394,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             if parameter in had or parameter.grad is not None
         ]
         state["zeros"] = self._keeps_zeros
-        state["sparse_gradients"] = self._sparse_dims | {
+        state["sparse_gradients"] = {**self._sparse_dims} | {
             name: parameter.grad.sparse_dim()
             for parameter, name in self.parameter_names.items()
             if parameter.grad is not None and parameter.grad.is_sparse
