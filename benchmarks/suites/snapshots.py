@@ -1,4 +1,4 @@
-"""Time how long a training pauses for a snapshot, beside torch.save and PyTorch Distributed Checkpoint.
+"""Time how long a training pauses for a snapshot, beside PyTorch Distributed Checkpoint.
 
 Ways of writing the same state alternate, and each begins with training steps that are not counted. What a snapshot adds to the
 steps until it is on the disk is relative to steps of the same round while nothing is written.
@@ -6,7 +6,6 @@ steps until it is on the disk is relative to steps of the same round while nothi
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import time
@@ -61,24 +60,17 @@ class _Run:
         """Writes, or begins to write; returns a function that says whether the snapshot is on the disk."""
         self.number += 1
         weights, state = self.model.state_dict(), self.optimizer.state_dict()
-        place = self.folder / f"{self.number}"
-        if way in self.writers:
-            writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
-            ranges = [Range.of(f"weights/{name}", one) for name, one in weights.items()]
-            writer.begin(self.number, SavedState(state, None, ranges))
-
-            def is_written() -> bool:
-                writer.check()
-                return written.exists()
-
-            return is_written
         if way == "dcp":
-            return _distributed({"weights": weights, "replicated": state}, place)
-        with open(place, "xb") as file:
-            torch.save({"weights": weights, "replicated": state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return lambda: True
+            return _distributed({"weights": weights, "replicated": state}, self.folder / f"{self.number}")
+        writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
+        ranges = [Range.of(f"weights/{name}", one) for name, one in weights.items()]
+        writer.begin(self.number, SavedState(state, None, ranges))
+
+        def is_written() -> bool:
+            writer.check()
+            return written.exists()
+
+        return is_written
 
     def stall(self, way: str) -> tuple[float, float]:
         """Seconds for which the training waits for a snapshot, and seconds added to the steps meanwhile."""
@@ -93,7 +85,7 @@ class _Run:
             added += seconds - plain
         for path in self.folder.iterdir():
             if path.name not in WRITERS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path)
         return stall, added
 
 
@@ -140,7 +132,7 @@ def _no_warning(text: str) -> None:
 
 
 snapshots = Suite(
-    engines=("blocking", "torch.save", "background", "dcp"),
+    engines=(*WRITERS, "dcp"),
     workloads=("gpt",),
     columns=(
         figure("added ms", "added", lambda seconds: f"{1000 * seconds:.0f}"),
@@ -156,6 +148,6 @@ snapshots = Suite(
     notes=(
         "step ms: time that training waits for one snapshot. added: median time by which the steps until the snapshot is on the "
         "disk are longer than others, in sum. blocking, background: SnapshotWriter; dcp: async_save of PyTorch Distributed "
-        "Checkpoint; torch.save is followed by fsync.",
+        "Checkpoint.",
     ),
 )
