@@ -325,7 +325,7 @@ class Suite:
             notes = [*([STEP + (TOGETHER if self.together else ALONE), RATIO] if timed else ()), *notes]
             notes += dict.fromkeys(NOTES[column] for column in self.columns if column in NOTES)
         else:
-            facts |= {f"sizes of {row.case.workload}": row.case.sizes for row in rows}
+            facts |= {f"sizes of {row.case.workload}": row.case.sizes or None for row in rows}
         peak = "step_bytes" if "step_peak" in self.columns else "peak_bytes"
         return run.report(
             title,
