@@ -15,7 +15,6 @@ from typing_extensions import Self
 
 STOP_FILE = "stop"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a slow file system
 
 
@@ -53,7 +52,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 # Python allows signal.signal() in the main thread only. A program's own handlers stay.
-                if signal.getsignal(number) in DEFAULTS:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._replaced[number] = signal.signal(number, self._note)
         return self
 

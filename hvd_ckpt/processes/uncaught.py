@@ -27,7 +27,6 @@ from typing import Any
 import horovod.torch as hvd
 
 from hvd_ckpt.processes import watchdog
-from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.waits import awaited_by
 
@@ -64,11 +63,14 @@ def _says_what_it_interrupted(error: BaseException) -> bool:
 
 def show(error: BaseException) -> None:
     """Shows an error that ends this process: its traceback, or one line where another rank or the error itself explains it."""
-    line = f"{_who()}: {error}" if _says_what_it_interrupted(error) else ""
+    line = f"{watchdog.who()}: {error}" if _says_what_it_interrupted(error) else ""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
             line = _line_for(error, error.__traceback__)
-    shown = line or f"{_who()}: ended by this error:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    shown = (
+        line
+        or f"{watchdog.who()}: ended by this error:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    )
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{shown}\n")  # at once: a launcher would mix its parts with other ranks' lines
         sys.stderr.flush()
@@ -80,14 +82,14 @@ def _line_for(error: Exception, trace: TracebackType | None) -> str:
     """The line that stands for an error that another rank explains; empty if this rank has to."""
     text = " ".join(str(error).split())
     if getattr(error, "raised_elsewhere", False):
-        return f"{_who()}: ended with the others: {text}"
+        return f"{watchdog.who()}: ended with the others: {text}"
     if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
         lost = watchdog.lost_hosts()
         reason = lost or ("" if "has been shut down" in text else text)
         awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))), awaited_by(error))
-        return f"{_who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
+        return f"{watchdog.who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
     if not _is_first("".join(traceback.format_exception(error))):
-        return f"{_who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"
+        return f"{watchdog.who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"
     return ""
 
 
@@ -107,10 +109,3 @@ def _is_first(shown: str) -> bool:
         return error.errno != errno.EADDRINUSE
     _held.append(mark)
     return True
-
-
-def _who() -> str:
-    rank = watchdog.own_rank()  # of the whole job, where Horovod's ranks are those of one pipeline stage
-    if rank is None:
-        rank = hvd.rank() if hvd.is_initialized() else launched_rank()
-    return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"

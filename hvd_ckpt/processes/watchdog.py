@@ -103,7 +103,7 @@ class Watchdog:
                 self.stopped += now - before - TICK_SECONDS
             before = now
             if has_broken(self.ancestors):
-                end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
+                end(f"{who()}: the launcher that started it has gone, so it ends too")
             self._announce()
             late = self._late()
             if late is not None:
@@ -112,7 +112,7 @@ class Watchdog:
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
                 finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
                 if self._late() is not None:
-                    end(f"{_who(self.own)}: waited {seconds:.0f} s for {what}; {finding}")
+                    end(f"{who()}: waited {seconds:.0f} s for {what}; {finding}")
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
@@ -148,7 +148,7 @@ class Watchdog:
                     else f"the limit is {max(self.timeout, wait.least):g} s"
                 )
                 _say_in_background(
-                    f"{_who(self.own)}: still waiting, after {self.now() - wait.since:.0f} s, for "
+                    f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for "
                     f"{wait.what or _waited_for(thread)}; {limit}"
                 )
 
@@ -233,9 +233,14 @@ def introduce(peers: Sequence[Peer], rank: int) -> None:
     _dog.peers, _dog.own = list(peers), peers[rank] if peers else Peer.here(rank)
 
 
-def own_rank() -> int | None:
-    """This process's rank in the whole job, where ranks have met; else None."""
-    return _dog.own.rank if _dog.own is not None else None
+def who() -> str:
+    """This process in words: its rank, in the whole job where ranks have met, and its host."""
+    rank = launched_rank()
+    if _dog.own is not None:
+        rank = _dog.own.rank
+    elif hvd.is_initialized():
+        rank = hvd.rank()
+    return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 
 def _meet() -> None:
@@ -293,11 +298,6 @@ def _say(line: str) -> None:
             stream.flush()
 
 
-def _who(own: Peer | None) -> str:
-    rank = own.rank if own is not None else launched_rank()
-    return f"rank {'?' if rank is None else rank} on host {host_name()}"
-
-
 def _install() -> None:
     """Puts a note of beginning and end around everything in Horovod that waits for other ranks."""
     # All of Horovod's synchronous calls, and synchronize(), end in `horovod_torch_wait_and_clear` of its C library, polls in
@@ -311,10 +311,10 @@ def _install() -> None:
         _meet()
 
     def shutdown() -> None:
-        _dog.peers, _dog.own = [], None
         _dog.polls.clear()
         with waiting("Horovod to end"):
             stop()
+        _dog.peers, _dog.own = [], None
 
     def look(handle: int) -> Any:
         done, now = poll(handle), _dog.now()

@@ -119,6 +119,9 @@ def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return watchdog._dog._late() is not None
 
     waits = watchdog.waiting("a test to end")(late)
+    with watchdog.waiting("another one"):
+        assert waits()
+        assert late()  # the wait around it goes on
     with watchdog.unlimited():
         with watchdog.unlimited():
             assert not waits()
