@@ -7,7 +7,8 @@ grid          stages, replicas and parts: the place of each rank, and its host
 links         messages between all processes of a grid, and how it is formed
 near          messages between processes of one host
 device_link   messages of tensors on GPUs, between stages and between parts
-parts         sums and gathers among the parts of a replica, and activations that are kept in shares, one on each
+parts         sums and gathers among the parts of a replica
+partition     activations that are kept in shares, one on each part
 whole_model   what the core asks of a model that is spread over processes
 runtime       init, shutdown and what Horovod needs set before it starts
 devices       the device of each process

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from hvd_ckpt.processes.parts import partitioned
+from hvd_ckpt.processes.partition import partitioned
 from hvd_ckpt.recompute.containers import Arguments, flatten
 from hvd_ckpt.recompute.region import Reach, Region, reach, refuse_transforms
 from hvd_ckpt.recompute.state import requires_grad_of, requiring_grad

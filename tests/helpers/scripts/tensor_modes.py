@@ -36,7 +36,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.parallel.tensor.copies import check_copies
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.parts import _pack
+from hvd_ckpt.processes.partition import _pack
 from hvd_ckpt.utils.cuts import cut_of
 
 
