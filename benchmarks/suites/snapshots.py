@@ -20,10 +20,9 @@ from benchmarks.case import Found, MeasuredJob, figure
 from benchmarks.suite import Suite
 from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.stats import alternating
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.schema import Range
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
 
 SIZES = {"batch": 2, "length": 64, "width": 512, "layers": 4}  # 150 MB of weights and both moments of AdamW
 WRITERS = ("blocking", "background")

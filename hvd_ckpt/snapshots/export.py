@@ -86,7 +86,7 @@ def whole_weights(snapshot: Snapshot, ema: bool = False) -> dict[str, Tensor]:
     Raises:
         SnapshotError: the snapshot is damaged, or has no averages.
     """
-    weights = dict(snapshot.weights)
+    weights = snapshot.whole_tensors("weights")
     if snapshot.manifest.layout.apart:
         _take_means(snapshot, weights)
     if ema:

@@ -1,4 +1,4 @@
-"""Comparison of a snapshot with the model and optimizer that resume from it.
+"""Whether a snapshot can be used: the schema of its plain values, and its comparison with the model and optimizer that resume.
 
 Hashes show that a snapshot is undamaged, but not that it belongs to this model. PyTorch loads the state of another model or
 optimizer, and fails in the next step. So names and shapes are compared before anything is used.
@@ -7,27 +7,153 @@ optimizer, and fails in the next step. So names and shapes are compared before a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
+from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.buckets import TensorSpec
+from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.sharding.state import state_after_a_step
 from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import OTHER_MODEL, TensorMetadata
-from hvd_ckpt.snapshots.state import optimizer_of
-from hvd_ckpt.utils.schema import Wrong, shown
-from hvd_ckpt.utils.states import described, is_number, is_single
+from hvd_ckpt.snapshots.schema import OTHER_MODEL, TensorMetadata, rank_file
+from hvd_ckpt.utils.schema import Wrong, first_error, shown
+from hvd_ckpt.utils.states import NUMBER, Count, Positive, State, described, is_number, is_single
+
+S = TypeVar("S", bound=State)
+R = TypeVar("R", bound="ReplicatedState")
+
+# ------------------------------------------------------------------------------------ plain values
+
+
+class Average(State):
+    """The state of averaged weights; the averages are tensors of the kind ``average``."""
+
+    n_averaged: Count
+
+
+class Scaler(State):
+    """The state of a gradient scaler."""
+
+    scale: Annotated[float, Field(gt=0), NUMBER]
+    growth_factor: Annotated[float, Field(gt=1), NUMBER]
+    backoff_factor: Annotated[float, Field(gt=0, le=1), NUMBER]
+    growth_interval: Annotated[int, Field(ge=1, lt=2**31)]
+    growth_tracker: Annotated[int, Field(ge=0, lt=2**31, alias="_growth_tracker")]
+
+
+class Apart(State):
+    """State of a rank that has weights of its own between averages: its loss scale, its elements, and the averages under way."""
+
+    scaler: Scaler | None
+    elements: list[tuple[str, Count, Count]]
+    averages: dict[str, Any]
+
+
+class OptimizerValues(State):
+    """What an optimizer keeps besides tensors of a parameter's elements.
+
+    Attributes:
+        state: of each parameter, by name; None for an entry that is a tensor of the snapshot.
+        others: of no parameter.
+        more: further entries of its ``state_dict()``.
+    """
+
+    state: dict[str, dict[str, Any]]
+    others: dict[Any, Any]
+    more: dict[str, Any]
+
+
+class ReplicatedState(State):
+    """Plain values that are the same on every rank.
+
+    ``kinds``: the names of the classes of optimizer and scheduler; ``groups``: the names of the parameters in each group, and
+    ``options``: their options. ``mid_period``: the ranks have weights of their own.
+    """
+
+    kinds: dict[str, str | None] = Field(default_factory=dict)
+    groups: list[list[str]]
+    options: list[dict[str, Any]]
+    ema: Average | None
+    scaler: Scaler | None
+    threads: Positive
+    device: str
+    replicas: ReplicasState | None
+    extra: dict[str, Any] = Field(default_factory=dict)  # rank 0's
+    mid_period: bool
+
+    @model_validator(mode="after")
+    def _has_options_of_its_groups(self) -> ReplicatedState:
+        names = [name for group in self.groups for name in group]
+        if not self.groups or len(self.groups) != len(self.options) or len(set(names)) < len(names):
+            raise ValueError("groups and options are not of groups that have each parameter once")
+        return self
+
+
+class PerRankState(State):
+    """State of one rank; a reducer of sharded gradients validates its ``reduction`` itself."""
+
+    random: dict[str, Any]
+    reduction: dict[str, Any]
+    optimizer: OptimizerValues | None
+    extra: dict[str, Any] = Field(default_factory=dict)  # of modules, from get_extra_state()
+    local: Apart | None
+
+
+class LoopState(ReplicatedState):
+    """State of a loop of one's own that is the same on every rank."""
+
+    scheduler: dict[str, Any] | None
+    loader: dict[str, Any] | None
+    loop: dict[str, Any]
+
+
+class LoopRankState(PerRankState):
+    """State of a loop of one's own of each rank; ``loader`` is None if that is the same on every rank."""
+
+    loader: dict[str, Any] | None
+
+
+def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
+    """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
+    checked = validated(replicated, snapshot.replicated, "replicated")
+    if snapshot.has_own:
+        of_rank = validated(per_rank, snapshot.per_rank, "per_rank")
+        gradients, learned = parts_of(of_rank.reduction)
+        validated(GradientsState, gradients, "per_rank.reduction")
+        if learned and snapshot.manifest.layout.stage < 2:
+            validated(ReducerState, learned, "per_rank.reduction")
+    return checked
+
+
+class _OfRank(State):
+    """What another rank's file must have."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    optimizer: OptimizerValues | None
+
+
+def validated(schema: type[S], value: Any, place: str) -> S:
+    """The value. Raises Wrong unless it has the schema."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise Wrong(f"{place}: {first_error(error)}") from None
+
+
+# ------------------------------------------------------------------------------------ model and optimizer
 
 
 def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises SnapshotError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
 
     Args:
-        snapshot: that :func:`.state.check_state` has passed.
+        snapshot: that :func:`check_state` has passed.
         model: the model that will have these weights; in a pipeline stage, those of its blocks.
         optimizer: optimizer of the model, distributed or not.
     """
@@ -97,16 +223,15 @@ def optimizer_values(snapshot: Snapshot, wanted: Iterable[str], copy: str = "") 
     found: dict[str, Any] = {"state": {}}
     candidates = [int(copy[1:] or 0)]
     if snapshot.has_own and not manifest.layout.apart:
-        candidates.insert(
-            0, snapshot.number_of(current().replica)
-        )  # this rank's file is small, and has been read
+        # This rank's file is small, and has been read.
+        candidates.insert(0, snapshot.number_of(current().replica))
     # Then the ranks with elements of a parameter, and at last all.
     for name in missing:
         candidates += [rank for *_, rank in manifest.by_tensor.get(f"weights{copy}/{name}", ())]
     for rank in dict.fromkeys([*candidates, *range(manifest.ranks)]):
         if not missing and "more" in found:
             break
-        values = optimizer_of(snapshot, rank)
+        values = validated(_OfRank, snapshot.state(rank_file(rank)), rank_file(rank)).optimizer
         if values is None:
             continue
         found = {"others": values.others, "more": values.more, **found}
@@ -123,7 +248,14 @@ def _check_optimizer(snapshot: Snapshot, names: ModelTensors, optimizer: torch.o
     if names.is_split:
         check_split(values)
     elif snapshot.replicated["groups"] != names.groups():
-        _check_order(values["state"])
+        # LBFGS keeps vectors of all parameters, one behind the other, with the first.
+        for name, entries in values["state"].items():
+            for key, value in entries.items():
+                if not is_single(value):
+                    raise Wrong(
+                        f"optimizer.state[{shown(name)}].{key} is {described(value)}, which may be in the order of the parameters, "
+                        "and this order is another one here"
+                    )
     for part, expected in zip(parts, state_after_a_step(optimizer)):
         kept, place = values["state"][part.name], f"optimizer.state[{shown(part.name)}]"
         for key, value in expected.items() if kept else ():
@@ -142,15 +274,3 @@ def _check_optimizer(snapshot: Snapshot, names: ModelTensors, optimizer: torch.o
             if not fits:
                 said = entry if isinstance(entry, TensorMetadata) else described(entry)
                 raise Wrong(f"{place}.{key} is {said}, and must be {described(value)}")
-
-
-def _check_order(state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises Wrong where the state of a parameter may be about others, too, whose order it then has."""
-    # LBFGS keeps vectors of all parameters, one behind the other, with the first.
-    for name, entries in state.items():
-        for key, value in entries.items():
-            if not is_single(value):
-                raise Wrong(
-                    f"optimizer.state[{shown(name)}].{key} is {described(value)}, which may be in the order of the parameters, and "
-                    "this order is another one here"
-                )

@@ -45,17 +45,16 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_FILE
-        self._owner = _this_process()
-        self._token = secrets.token_hex(8)
         self._ended = threading.Event()
         self._lost = False
         self._release: Any = None
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._content = {"token": secrets.token_hex(8), "time": now, **_this_process()}
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             self._take(self._path)
-            self._release = weakref.finalize(
-                self, _release, self._path, self._token, self._ended, os.getpid()
-            )
+            token = self._content["token"]
+            self._release = weakref.finalize(self, _release, self._path, token, self._ended, os.getpid())
             arguments = weakref.ref(self), self._path, self._ended
             threading.Thread(target=_touch, args=arguments, name="folder lock", daemon=True).start()
 
@@ -83,9 +82,10 @@ class FolderLock:
                 continue  # released meanwhile
             if not _is_dead(path, holder):
                 if _read(path) == holder:
-                    raise SnapshotError(_in_use(self._path, holder, self._owner))
+                    raise SnapshotError(self._in_use(holder))
                 continue
-            removing = path.with_name(f"{path.name}-dead-{_digest(holder)}")
+            digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
+            removing = path.with_name(f"{path.name}-dead-{digest}")
             self._take(removing)
             try:
                 if _read(path) == holder:
@@ -94,10 +94,9 @@ class FolderLock:
                 removing.unlink(missing_ok=True)
 
     def _create(self, path: Path) -> bool:
-        content = {"token": self._token, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._owner}
         try:
             with open(path, "x") as file:
-                file.write(json.dumps(content))
+                file.write(json.dumps(self._content))
         except FileExistsError:
             return False
         except OSError:  # the disk is full
@@ -105,9 +104,14 @@ class FolderLock:
             raise
         return True
 
-
-def _digest(holder: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
+    def _in_use(self, holder: dict[str, Any]) -> str:
+        process = f"process {holder.get('process')} on {holder.get('host')}"
+        if all(holder.get(name) == self._content[name] for name in ("machine", "process", "started")):
+            process = f"another object of this process ({holder.get('process')} on {holder.get('host')})"
+        return (
+            f"The folder '{self._path.parent}' is in use by {process}, since {holder.get('time')}: two runs would overwrite each "
+            "other's snapshots; wait for its end, close() it, or give another folder."
+        )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -134,8 +138,8 @@ def _touch(lock: weakref.ref[FolderLock], path: Path, ended: threading.Event) ->
         if held is None:
             return
         with contextlib.suppress(OSError):
-            there = _read(path)
-            held._lost = there is not None and there.get("token", held._token) != held._token
+            there, own = _read(path), held._content["token"]
+            held._lost = there is not None and there.get("token", own) != own
             if there is not None and not held._lost:
                 os.utime(path)
         del held
@@ -143,16 +147,11 @@ def _touch(lock: weakref.ref[FolderLock], path: Path, ended: threading.Event) ->
 
 def _this_process() -> dict[str, Any]:
     """What tells this process from all others of its host: containers have numbers of their own."""
-    machine = socket.gethostname()
+    host, process = socket.gethostname(), psutil.Process()
+    machine = host
     with contextlib.suppress(OSError):
         machine = machine_name("pid")
-    process = psutil.Process()
-    return {
-        "host": socket.gethostname(),
-        "machine": machine,
-        "process": process.pid,
-        "started": process.create_time(),
-    }
+    return {"host": host, "machine": machine, "process": process.pid, "started": process.create_time()}
 
 
 def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
@@ -170,18 +169,7 @@ def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
 
 
 def _touched(path: Path) -> tuple[int, int] | None:
-    try:
+    with contextlib.suppress(OSError):
         found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _in_use(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str:
-    process = f"process {holder.get('process')} on {holder.get('host')}"
-    if all(holder.get(name) == own[name] for name in ("machine", "process", "started")):
-        process = f"another object of this process ({holder.get('process')} on {holder.get('host')})"
-    return (
-        f"The folder '{path.parent}' is in use by {process}, since {holder.get('time')}: two runs would overwrite each other's "
-        "snapshots; wait for its end, close() it, or give another folder."
-    )
+        return found.st_ino, found.st_mtime_ns
+    return None

@@ -114,11 +114,8 @@ class ModelTensors:
         if known is None:
             known = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
         self.aliases = {name: stored for name, stored in known.items() if stored != name}
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-        for name, tensor in named.items():
-            self.tensors.setdefault(known[name], tensor)
-            self._names.setdefault(id(tensor), known[name])
+        self.tensors = {known[name]: tensor for name, tensor in named.items()}
+        self._names = {id(tensor): known[name] for name, tensor in named.items()}
         self._mine = {name for name in named if known[name] == name}
         whole = [
             Part.all_of(name, tensor)
@@ -212,8 +209,8 @@ class ModelTensors:
         """What the optimizer steps, in the order of its groups."""
         optimizer = self._optimizer
         if not hasattr(optimizer, "parameter_names"):  # not distributed
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            return [Part.all_of(self._names[id(one)], one) for one in parameters]
+            groups = optimizer.param_groups
+            return [Part.all_of(self._names[id(one)], one) for group in groups for one in group["params"]]
         ranges = ranges_of(optimizer)
         return [Part(*self._known[one.name], *one[1:3], one.spec if one.whole else None) for one in ranges]
 
@@ -253,15 +250,11 @@ class ModelTensors:
         state = optimizer.state_dict()
         averages = {} if average is None else average.state_dict()["averages"]
         others = ("master_weights", state.get("master_weights", {})), ("average", averages)
-        kept, plain = dict(state["state"]), dict[str, Any]()
+        kept = dict(state["state"])
         for number, part in self._stepped:
             if isinstance(kept.get(number), dict):
                 kept[number], found = divided(kept[number], part.shape)
                 rows += [(kind, part, value) for kind, value in found.items()]
-                if all(
-                    type(key) is str and (one is None or is_stored(one)) for key, one in kept[number].items()
-                ):
-                    plain[part.name] = kept.pop(number)  # as files hold it
             rows += [(kind, part, values[number]) for kind, values in others if number in values]
         if alone not in self._shares:
             self._shares[alone] = self._shares_of(members)
@@ -287,8 +280,7 @@ class ModelTensors:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
             own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
         checked = _checked({**state, "state": kept})
-        for number, part in self._stepped:
-            plain.setdefault(part.name, checked["state"].get(number, {}))
+        plain = {part.name: checked["state"].get(number, {}) for number, part in self._stepped}
         values_of = plain_values(checked, plain)
         if self.is_split:
             check_split(values_of)

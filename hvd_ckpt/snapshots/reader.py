@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,6 +51,7 @@ from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import Wrong, shown
 
 Read = Callable[[str, int, int], Tensor]
+FIT = "give the model, optimizer and settings that it was written with, or another snapshot"
 # Hash, and what os.stat() said, of files that this process has read.
 _verified: set[tuple[object, ...]] = set()
 
@@ -109,8 +110,7 @@ class Snapshot:
 
     def comparing(self) -> AbstractContextManager[None]:
         """A context in which the snapshot is a SnapshotError of one sentence, if it does not fit, or is damaged."""
-        way_out = "give the model, optimizer and settings that it was written with, or another snapshot"
-        return naming(self.path, way_out=way_out)
+        return naming(self.path, way_out=FIT)
 
     def state(self, name: str) -> Any:
         """The plain values in a file."""
@@ -124,11 +124,11 @@ class Snapshot:
         values = zip(named.items(), self.read([self.manifest.all_of(name) for name in named.values()]))
         return {name: self.manifest.tensors[stored].unflatten(flat) for (name, stored), flat in values}
 
-    def read(self, wanted: Sequence[Range], copied: bool = False) -> Iterator[Tensor]:
+    def read(self, wanted: Iterable[Range]) -> Iterator[Tensor]:
         """The values of these elements, 1-D, in the dtypes that they were saved in, on any layout of ranks.
 
         Only the files of ranks that have some of them are read. All of these are verified before this returns; values are then read
-        one at a time. Unless they are ``copied``, they may be mapped from a file, not to be changed.
+        one at a time. They may be mapped from a file, not to be changed.
 
         Raises:
             Wrong: there is no such tensor, or it has another size.
@@ -155,19 +155,16 @@ class Snapshot:
 
         def values() -> Iterator[Tensor]:
             for each, there, moved, overlaps in found:
-                if len(overlaps) == 1 and (moved or not copied):
-                    ((rank, start, stop),) = overlaps
-                    flat = files[rank](each.name, start, stop)
+                # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
+                parts = (files[rank](each.name, start, stop) for rank, start, stop in overlaps)
+                if len(overlaps) == 1:
+                    flat = next(parts)
                 else:
-                    # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
                     sizes = [stop - start for _, start, stop in overlaps]
                     flat = torch.empty(sum(sizes), dtype=there.torch_dtype)
-                    for (rank, start, stop), place in zip(overlaps, torch.split(flat, sizes)):
-                        place.copy_(files[rank](each.name, start, stop))
-                if moved:
-                    flat = each.whole.flatten(there.unflatten(flat))[each.start : each.stop]
-                    flat = flat.clone() if copied else flat
-                yield flat
+                    for part, place in zip(parts, torch.split(flat, sizes)):
+                        place.copy_(part)
+                yield each.whole.flatten(there.unflatten(flat))[each.start : each.stop] if moved else flat
 
         return values()
 
@@ -308,19 +305,18 @@ def find(folder: Path) -> Snapshot | None:
     Raises:
         SnapshotError: there are snapshots, and all are damaged.
     """
-    first: SnapshotError | None = None
-    for path in list_snapshots(Path(folder)):
+    errors: list[SnapshotError] = []
+    for path in list_snapshots(folder):
         try:
             snapshot = open_snapshot(path)
             for name in snapshot.manifest.files:
                 snapshot.verified(name)
+            return replace(snapshot, known=frozenset(_verified))
         except SnapshotError as error:
             run_warnings.warn(f"{str(error)[:-1]}. Looking for the one before.")
-            first = first or error
-        else:
-            return replace(snapshot, known=frozenset(_verified))
-    if first is not None:
-        raise SnapshotError(f"None of the snapshots in '{folder}' can be used; of the newest: {first}")
+            errors.append(error)
+    if errors:
+        raise SnapshotError(f"None of the snapshots in '{folder}' can be used; of the newest: {errors[0]}")
     return None
 
 

@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import platform
-import time
 from importlib.metadata import version
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -251,7 +250,7 @@ class Manifest(Strict):
         return self.ranks // (self.layout.pipeline_stages * self.layout.tensor)
 
     @model_validator(mode="after")
-    def _has_its_files(self) -> Manifest:
+    def _has_each_file_and_element_once(self) -> Manifest:
         names = {REPLICATED}
         if len(self.files) >= self.ranks:  # or this would be long
             names.update(name for rank in range(self.ranks) for name in files_of(rank))
@@ -266,10 +265,6 @@ class Manifest(Strict):
             raise ValueError(
                 f"{self.ranks} ranks are not those of {self.layout.pipeline_stages} pipeline stages and {self.layout.tensor} parts"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_each_element_once(self) -> Manifest:
         for name in self.by_tensor.keys() - self.tensors.keys():
             raise ValueError(f"ranges has {shown(name)}, and tensors has not")
         for name, tensor in self.tensors.items():
@@ -304,16 +299,6 @@ class Manifest(Strict):
     def names(self, kind: str) -> dict[str, str]:
         """The tensors of a kind: the names of parameters or buffers, and those of the tensors."""
         return {name[len(kind) + 1 :]: name for name in self.tensors if name.startswith(f"{kind}/")}
-
-    @classmethod
-    def now(cls, **values: Any) -> Manifest:
-        """A manifest of now, by this process.
-
-        Raises:
-            pydantic.ValidationError: the values do not fit each other.
-        """
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(format="hvd_ckpt snapshot", version=2, time=at, libraries=libraries(), **values)
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,30 +21,20 @@ from hvd_ckpt.collectives.agreement import (
     of_all_processes,
     of_first_process,
 )
-from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.snapshots.arguments import check_arguments
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.folder import (
-    SnapshotError,
-    Warn,
-    list_snapshots,
-    remove,
-    step_of,
-)
+from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, validated
+from hvd_ckpt.snapshots.folder import SnapshotError, Warn, list_snapshots, remove, step_of
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
-from hvd_ckpt.snapshots.state import LoopRankState, LoopState, validated
-from hvd_ckpt.snapshots.training_state import TrainingState
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.training_state import TrainingState, check_arguments
+from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
 from hvd_ckpt.utils import run_warnings
-from hvd_ckpt.utils.elementwise import class_of
 from hvd_ckpt.utils.schema import Wrong
 from hvd_ckpt.utils.states import State
 
@@ -119,13 +108,14 @@ class Snapshots:
         blocking: bool = False,
         warn: Warn | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in check_arguments.__annotations__}
+        training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        training |= {"scaler": scaler, "loader": loader, "average": average}
         error: Exception | None = None
         try:
-            check_arguments(**given)
+            check_arguments(**training, keep=keep)
         except (TypeError, ValueError) as wrong:
             error = wrong
-        options = described(folder=str(folder), **given, blocking=blocking)
+        options = described(folder=str(folder), **training, keep=keep, blocking=blocking)
         # Collective: an argument that is wrong on one rank alone is raised
         # on all, so that none waits in the first collective of a save.
         agree_on_options("Snapshots", options, error)
@@ -133,16 +123,13 @@ class Snapshots:
         self.folder = Path(folder)
         self.stop = StopRequest(self.folder if current().number == 0 else None)
         self.written: deque[Path] = deque(maxlen=16)
-        kinds = described(optimizer=class_of(optimizer), scheduler=scheduler)
-        self._training = TrainingState(model, optimizer, scaler, average, kinds)
-        self._optimizer, self._average, self._keep = optimizer, average, keep
-        self._scheduler, self._loader = scheduler, loader
-        self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
+        self._training = TrainingState(**training)
+        self._optimizer, self._keep = optimizer, keep
         self._blocking = blocking or optimizer.is_offloaded
         self._warn = warn or run_warnings.warn
         self.loop: dict[str, Any] = {}
         self._step, self._resumed = 0, False
-        self._abandoned: list[Path] = []
+        self._abandoned_from: int | None = None  # later snapshots are of a course that the run has left
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
         self._opened = ExitStack()
@@ -185,12 +172,7 @@ class Snapshots:
             # the numbers of another one, nor those of an earlier resume.
             seed_all(seed_of_rank(0, self._step))
         with errors_on_all("Snapshots: loop"):
-            for owner, state in (
-                (self._scheduler, snapshot.replicated["scheduler"]),
-                (self._loader, self._state_of_loader(snapshot)),
-            ):
-                if owner is not None and state is not None:
-                    owner.load_state_dict(state)
+            self._training.load_loop(snapshot)
         self.loop = snapshot.replicated["loop"]
         return self._step
 
@@ -210,39 +192,12 @@ class Snapshots:
                 snapshot. Or the folder has snapshots, and :meth:`resume` was not called. Or the state is one that no run could
                 resume from. Raised on every rank.
         """
-        if not self._resumed:
-            there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
-            if of_first_process(there, "hvd_ckpt.snapshots.there"):
-                raise SnapshotError(
-                    f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
-                )
-            self._resumed = True
-        if type(step) is int and step < self._step:
-            raise SnapshotError(
-                f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would load: "
-                "count the steps on from the number that resume() returned, or give another folder"
-            )
         if self._optimizer.has_unreduced:
             run_warnings.warn(
                 f"Snapshots: the snapshot of step {step} lacks the gradients of backward passes since the last optimizer.step(), "
                 "so a run that resumes from it has other results: save after step()"
             )
-        scheduler, loader = (
-            # The writer's thread reads the state later, when the loop has changed it.
-            None if owner is None else copy.deepcopy(owner.state_dict())
-            for owner in (self._scheduler, self._loader)
-        )
-        self.begin(
-            step,
-            {
-                "scheduler": scheduler,
-                "loader": loader if self._same_loader else None,
-                "loop": copy.deepcopy(loop),
-            },
-            {"loader": None if self._same_loader else loader},
-            LoopState,
-            LoopRankState,
-        )
+        self._begin(step, lambda: self._training.of_loop(loop), LoopState, LoopRankState)
 
     def stop_requested(self) -> str | None:
         """Returns the request to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else
@@ -253,10 +208,12 @@ class Snapshots:
         ranks get the same answer after the same step. With :func:`hvd_ckpt.LocalSGD` ranks exchange it after each average, so
         it takes up to a period. A second Ctrl-C interrupts at once.
         """
-        self._open()
-        self._lock_folder()
-        if self._writer is not None:
-            self._writer.check()
+        writer = self._open()
+        if not self._locked:
+            with errors_on_all("Snapshots: lock"):
+                self._lock_folder()
+            self._locked = True
+        writer.check()
         optimizer: Any = self._optimizer
         # A signal that one rank gets during step k:
         #
@@ -286,20 +243,19 @@ class Snapshots:
         if self._writer is None:
             return
         self._writer.wait()
-        fault = self._fault()
+        fault = self._fault(self._writer)
         if fault is not None:
             raise SnapshotError(f"The last snapshot, of step {self._step}, could not be written: {fault}")
 
-    def _fault(self) -> str | None:
+    def _fault(self, writer: SnapshotWriter) -> str | None:
         """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
-        assert self._writer is not None
         name = "hvd_ckpt.snapshots.written"
         fault: str | None
-        fault, has_room = of_first_process((self._writer.failed, self._writer.made_room), name)
+        fault, has_room = of_first_process((writer.failed, writer.made_room), name)
         if fault is not None and has_room:
-            self._writer.again()
-            self._writer.wait()
-            fault = of_first_process(self._writer.failed, name)
+            writer.again()
+            writer.wait()
+            fault = of_first_process(writer.failed, name)
         return fault
 
     def close(self) -> None:
@@ -341,35 +297,49 @@ class Snapshots:
         Args:
             options: as of :meth:`.TrainingState.load`.
         """
-        there = list_snapshots(self.folder / "snapshots")
-        self._abandoned = [path for path in there if step_of(path) > snapshot.manifest.step]
+        self._resumed, self._abandoned_from = True, snapshot.manifest.step
         return self._training.load(snapshot, options)
 
-    def begin(
-        self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], *schemas: type[State]
+    def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+        """As :meth:`save`; the arguments are further state, or state that replaces that of this object."""
+        self._begin(step, lambda: (replicated, per_rank))
+
+    def _begin(
+        self,
+        step: int,
+        further: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
+        *schemas: type[State],
     ) -> None:
-        """As :meth:`save`; the arguments are further state, or state that replaces that of this object, and the schemas of both."""
         self._optimizer.check_own_weights("Snapshots.save()")
-        self._open()
-        self._lock_folder()
-        assert self._writer is not None
-        self._step = step
-        replicated = {**self._training.replicas(), **replicated}
-        with errors_on_all("Snapshots: save"):
-            if self.lock is not None:
-                self.lock.check()
-            self._writer.wait()
+        writer = self._open()
+        replicas = self._training.replicas()
+        # The name has the step: ranks that save others would wait for each other's files.
+        with errors_on_all(f"Snapshots: save({step})"):
+            self._lock_folder()
+            if current().number == 0 and not self._resumed and list_snapshots(self.folder / "snapshots"):
+                raise SnapshotError(
+                    f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
+                )
+            if type(step) is int and step < self._step:
+                raise SnapshotError(
+                    f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would load: "
+                    "count the steps on from the number that resume() returned, or give another folder"
+                )
+            writer.wait()
             try:
-                state = self._training.saved(replicated, per_rank)
+                replicated, per_rank = further()
+                state = self._training.saved({**replicas, **replicated}, per_rank)
                 for schema, values in zip(schemas, (state.replicated, state.per_rank)):
                     validated(schema, values, "state")
             except Wrong as error:
                 raise SnapshotError(
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
                 ) from None
-        self._writer.begin(step, state)
+        self._locked = self._resumed = True
+        writer.begin(step, state)
+        self._step = step
         if self._blocking:
-            self._fault()  # later, the tensors would be other ones
+            self._fault(writer)  # later, the tensors would be other ones
 
     def commit(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> SavedState:
         """All that this rank has, as if there were no others, not copied; arguments are those of :meth:`begin`. Collective with
@@ -377,25 +347,9 @@ class Snapshots:
         """
         return self._training.saved({**self._training.replicas(), **replicated}, per_rank, alone=True)
 
-    def _state_of_loader(self, snapshot: Snapshot) -> Any:
-        """The state for ``loader``: that of all ranks, or else this rank's own.
-
-        Raises:
-            SnapshotError: each rank had its own, and there are other ranks now.
-        """
-        if self._loader is None or self._same_loader:
-            return snapshot.replicated["loader"]
-        manifest = snapshot.manifest
-        if manifest.ranks != current().size:
-            raise SnapshotError(
-                f"The snapshot of step {manifest.step} has a {type(self._loader).__name__}'s position on each of {manifest.ranks} "
-                f"ranks, and there are {current().size}: resume with as many, or give an hc.data.DistributedSampler as loader"
-            )
-        return snapshot.per_rank["loader"]
-
-    def _open(self) -> None:
+    def _open(self) -> SnapshotWriter:
         if self._writer is not None:
-            return
+            return self._writer
         token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
         with ExitStack() as opened:
             opened.callback(self._release_lock)
@@ -414,31 +368,34 @@ class Snapshots:
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
             changing: list[Any] = [self._optimizer] if self._optimizer.is_local else []
-            for owner in (*changing, *([self._average] if self._average is not None else [])):
+            for owner in (*changing, *filter(None, [self._training.average])):
                 owner.before_change = self.before_update
             self._opened = opened.pop_all()
+        return writer
 
     def _on_written(self, path: Path, warn: Warn) -> None:
         # Later ones than that from which the run has resumed. Whenever the process is killed, the newest snapshot is the last of
         # the run before, or the new one, which may have the place of one of them. It is never one between.
-        remove((abandoned for abandoned in self._abandoned if abandoned != path), warn)
-        self._abandoned = []
+        begun, self._abandoned_from = self._abandoned_from, None
+        if begun is not None:
+            there = list_snapshots(path.parent)
+            remove((other for other in there if step_of(other) > begun and other != path), warn)
         self.written.append(path)
 
     def _lock_folder(self) -> None:
-        """Acquires the lock of the folder, the first time. A program that only reads has none. Collective."""
-        if self._locked:
+        """Acquires the lock of the folder, the first time, on the first process. A program that only reads has none."""
+        if current().number > 0:
             return
-        with errors_on_all("Snapshots: lock"):
-            if current().number == 0:
-                lock = self.lock or FolderLock(self.folder)
-                if self._found is not None and set(list_snapshots(self.folder / "snapshots")) - self._found:
-                    lock.release()
-                    raise SnapshotError(
-                        f"Another run has written snapshots into '{self.folder}' since resume(): resume again, or give another one."
-                    )
-                self.lock = lock
-        self._locked = True
+        if not self._locked:
+            self.lock = self.lock or FolderLock(self.folder)
+            if self._found is not None and set(list_snapshots(self.folder / "snapshots")) - self._found:
+                self.lock.release()
+                self.lock = None
+                raise SnapshotError(
+                    f"Another run has written snapshots into '{self.folder}' since resume(): resume again, or give another one."
+                )
+        assert self.lock is not None
+        self.lock.check()
 
     def _release_lock(self) -> None:
         if self.lock is not None:

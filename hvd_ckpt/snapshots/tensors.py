@@ -155,8 +155,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._copies: list[Tensor] = []
-        self._layouts: list[Any] = []
+        self._copies: list[tuple[Any, Tensor]] = []  # with what they are copies of
         self.restart()
 
     def restart(self) -> None:
@@ -178,8 +177,8 @@ class Staging:
         """
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
         # A run's snapshots have the same state in the same order. From the first tensor that differs on, copies are made anew.
-        if self._used == len(self._copies) or self._layouts[self._used] != layout:
-            del self._copies[self._used :], self._layouts[self._used :]
+        if self._used == len(self._copies) or self._copies[self._used][0] != layout:
+            del self._copies[self._used :]
             try:
                 # A tensor that is made in inference mode could not be written outside of it, in the next snapshot.
                 with torch.inference_mode(False):
@@ -191,10 +190,9 @@ class Staging:
                 raise Wrong(
                     f": there is no memory for a copy of its {size} MiB ({reason}): let snapshots be blocking"
                 ) from None
-            self._copies.append(copy)
-            self._layouts.append(layout)
+            self._copies.append((layout, copy))
+        copy = self._copies[self._used][1]
         self._used += 1
-        copy = self._copies[self._used - 1]
         (self._now if at_once else self._later).append((tensor, copy))
         return copy
 

@@ -1,4 +1,4 @@
-"""Model, optimizer, loss scale and averages of a loop: what this rank saves of them, and loading of a snapshot into them."""
+"""What a loop trains and has a state: checks of it, what this rank saves of it, and loading of a snapshot into it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,92 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes
+from hvd_ckpt.collectives.agreement import described, errors_on_all, of_all_processes
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
+from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, check_fits, check_state, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors, Part, identity_of, options_of
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range, libraries
-from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_state
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
 from hvd_ckpt.utils import run_warnings
+from hvd_ckpt.utils.elementwise import class_of
 from hvd_ckpt.utils.own_state import extra_states, set_extra_states
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.torch_private import pytree
 
 
+@runtime_checkable
+class _HasState(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def check_arguments(
+    model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any, average: Any, keep: Any
+) -> None:
+    """Raises TypeError or ValueError for the first argument that is wrong."""
+    with_state = "which has state_dict() and load_state_dict(), or None"
+    for name, value, kind, right in (
+        ("optimizer", optimizer, ReducedOptimizer, "hc.DistributedOptimizer(...) of it"),
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("scaler", scaler, torch.amp.GradScaler, "an hc.GradScaler, or None"),
+        ("average", average, AveragedWeights, "hc.AveragedWeights, or None"),
+        ("keep", keep, int, "a number of snapshots"),
+        ("scheduler", scheduler, _HasState, f"a scheduler {with_state}"),
+        ("loader", loader, _HasState, f"an hc.data.DistributedSampler or a loader {with_state}"),
+    ):
+        if not isinstance(value, kind) and not (value is None and right.endswith("or None")):
+            raise TypeError(f"Snapshots: {name} is a {type(value).__name__}: give {right}")
+    if keep < 1:
+        raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
+    for name, state in extra_states(model).items():
+        reason = (
+            "with pipeline stages or parts, a snapshot holds" if current().model_parallel_size > 1 else ""
+        )
+        try:
+            map_tensors(state, f"the state of module '{name}'", stored)
+        except Wrong as error:
+            reason = f"{error}; a snapshot holds plain values, tensors and"
+        if reason:
+            raise TypeError(
+                f"Snapshots: the module '{name}' has a get_extra_state(), which returns a {type(state).__name__}; {reason} "
+                "parameters and buffers: keep that state in buffers"
+            )
+    members = optimizer.members if optimizer.is_local else optimizer.process_set
+    check({"Snapshots": True, "an optimizer of a process set": len(ranks_of(members)) < hvd.size()})
+    if optimizer.is_local and average is not None:
+        raise ValueError(
+            "Snapshots: optimizer is one of LocalSGD, and has other weights on each rank: leave out average"
+        )
+
+
 @dataclass
 class TrainingState:
-    """What a loop trains, and what of it does not depend on the loop.
-
-    Args:
-        model, optimizer, scaler, average: as of :class:`.snapshots.Snapshots`.
-        kinds: the names of the classes of optimizer and scheduler.
-    """
+    """What a loop trains; the arguments are those of :class:`.snapshots.Snapshots`."""
 
     model: nn.Module
     optimizer: Any
+    scheduler: Any
     scaler: GradScaler | None
+    loader: Any
     average: AveragedWeights | None
-    kinds: Mapping[str, str | None]
     _listed: ModelTensors | None = field(default=None, init=False)
 
     @property
@@ -57,7 +102,27 @@ class TrainingState:
             self._listed = ModelTensors(self.model, self.optimizer)
         return self._listed
 
+    @property
+    def kinds(self) -> dict[str, str | None]:
+        """The names of the classes of optimizer and scheduler."""
+        return described(optimizer=class_of(self.optimizer), scheduler=self.scheduler)
+
+    @property
+    def _has_one_position(self) -> bool:
+        """Whether the loader has the same state on every rank."""
+        return isinstance(self.loader, (DistributedSampler, DataLoader))
+
     # -------------------------------------------------------------------------------- saving
+
+    def of_loop(self, loop: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The further state of a loop of one's own, replicated and of this rank: that of scheduler and loader, and ``loop``."""
+        owners = (self.scheduler, self.loader)
+        states = [None if owner is None else owner.state_dict() for owner in owners]
+        # The writer's thread reads the state later, when the loop has changed it. A copy of a loss needs no graph.
+        given = pytree.tree_map_only(Tensor, Tensor.detach, (*states, loop))
+        scheduler, loader, values = copy.deepcopy(given)
+        of_all, own = (loader, None) if self._has_one_position else (None, loader)
+        return {"scheduler": scheduler, "loader": of_all, "loop": values}, {"loader": own}
 
     def replicas(self) -> dict[str, Any]:
         """The state of logical replicas, which is replicated. Collective: ranks gather their buffers."""
@@ -91,7 +156,7 @@ class TrainingState:
             apart = {"scaler": scaler, "elements": _elements_of(optimizer), "averages": averages}
         return SavedState(
             replicated={
-                "kinds": dict(self.kinds),
+                "kinds": self.kinds,
                 "groups": names.groups(),
                 "options": options_of(optimizer.param_groups),
                 "ema": None if self.average is None else {"n_averaged": self.average.n_averaged},
@@ -184,6 +249,30 @@ class TrainingState:
             optimizer.load_averages(None if apart is None else apart["averages"])
         return same_ranks
 
+    def load_loop(self, snapshot: Snapshot) -> None:
+        """Loads scheduler and loader.
+
+        Raises:
+            SnapshotError: the loader is of the other kind, or each rank had a state of it, and there are other ranks now.
+        """
+        manifest, replicated = snapshot.manifest, snapshot.replicated
+        own = None if snapshot.per_rank is None else snapshot.per_rank["loader"]
+        state, other = (replicated["loader"], own) if self._has_one_position else (own, replicated["loader"])
+        kind = type(self.loader).__name__
+        if self.loader is not None and other is not None:
+            raise SnapshotError(
+                f"The snapshot of step {manifest.step} has the position of another kind of loader than a {kind}: give the one that "
+                "it was written with"
+            )
+        if self.loader is not None and not self._has_one_position and manifest.ranks != current().size:
+            raise SnapshotError(
+                f"The snapshot of step {manifest.step} has a {kind}'s position on each of {manifest.ranks} "
+                f"ranks, and there are {current().size}: resume with as many, or give an hc.data.DistributedSampler as loader"
+            )
+        for owner, values in ((self.scheduler, replicated["scheduler"]), (self.loader, state)):
+            if owner is not None and values is not None:
+                owner.load_state_dict(values)
+
     def _load_optimizer(self, snapshot: Snapshot, options: bool, whose: str) -> None:
         """Loads the optimizer's state. Collective."""
         names, optimizer = self.tensors, self.optimizer
@@ -204,8 +293,8 @@ class TrainingState:
                     wanted.append((masters, number, f"master_weights{whose}", part))
             wanted = [one for one in wanted if f"{one[2]}/{one[3].name}" in snapshot.manifest.tensors]
             ranges = [names.range_of(kind, part) for *_, kind, part in wanted]
-            for (place, key, _, part), flat in zip(wanted, snapshot.read(ranges, copied=True)):
-                place[key] = part.shaped(flat)
+            for (place, key, _, part), flat in zip(wanted, snapshot.read(ranges)):
+                place[key] = part.shaped(flat.clone())
             of_groups = snapshot.replicated["options"] if options else options_of(optimizer.param_groups)
             loaded: dict[str, Any] = {
                 "state": {**state, **values["others"]},
@@ -310,17 +399,16 @@ class TrainingState:
 
 def _elements_of(optimizer: Any) -> list[tuple[str, int, int]]:
     """This rank's elements of the parameters."""
-    return sorted((elements.name, elements.start, elements.stop) for elements in ranges_of(optimizer))
+    return sorted(elements[:3] for elements in ranges_of(optimizer))
 
 
 def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
     """Warns in one line of what may change the bits of the run's results: threads, kind of device, versions."""
-    replicated, own = snapshot.replicated, libraries()
-    pairs: dict[str, tuple[Any, Any]] = {"device": (replicated["device"], device)}
-    pairs["CPU threads a rank"] = (replicated["threads"], torch.get_num_threads())
-    for name in ("torch", "hvd_ckpt", "horovod"):
-        pairs[name] = (snapshot.manifest.libraries.get(name, own[name]), own[name])
-    changed = [f"{name} {then} (now {now})" for name, (then, now) in pairs.items() if then != now]
+    replicated, own, there = snapshot.replicated, libraries(), snapshot.manifest.libraries
+    pairs: list[tuple[str, Any, Any]] = [("device", replicated["device"], device)]
+    pairs.append(("CPU threads a rank", replicated["threads"], torch.get_num_threads()))
+    pairs += [(name, there.get(name, own[name]), own[name]) for name in ("torch", "hvd_ckpt", "horovod")]
+    changed = [f"{name} {then} (now {now})" for name, then, now in pairs if then != now]
     if changed:
         run_warnings.warn(
             f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "

@@ -11,13 +11,22 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.snapshots.barrier import Participant, RankManifest, await_folder, collect, send
-from hvd_ckpt.snapshots.content import SavedState, complete, staged, write_content
+from hvd_ckpt.snapshots.content import (
+    RankManifest,
+    SavedState,
+    await_folder,
+    collect,
+    complete,
+    send,
+    staged,
+    write_content,
+)
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -27,6 +36,7 @@ from hvd_ckpt.snapshots.folder import (
     make_folder,
     name_of,
     reason_of,
+    temporary_name,
 )
 from hvd_ckpt.snapshots.reader import prune
 from hvd_ckpt.snapshots.schema import MAX_STEP
@@ -39,26 +49,32 @@ GIVING_UP_SECONDS = 1.0  # and then until its files have been removed
 _TROUBLE = (OSError, Wrong, SnapshotError)
 
 
+class Participant(NamedTuple):
+    """One of the ranks that write snapshots together; ``token``: 8 hexadecimal digits, the same on every rank, and new for each
+    writer. Rank 0 makes the folder, completes the snapshot, and removes it if that fails."""
+
+    rank: int
+    ranks: int
+    token: str
+
+
 @dataclass
 class _Job:
     """A snapshot under way, or the last one, which may be written again.
 
     Attributes:
-        state: what is written; None if it could not be copied.
-        fault: why there are no copies to write; empty if there are.
+        state: what is written; the reason if it could not be copied.
         copied: set when its tensors may change again.
-        thread: writes it.
     """
 
     step: int
-    state: SavedState | None = None
-    fault: str = ""
-    temporary: Path = Path()
+    state: SavedState | Wrong
+    temporary: Path
     copied: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
 
-class SnapshotWriter:
+class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     """Writes the snapshots of a run beside training; one for each rank, all of which call the same methods in the same order.
 
     It is a context manager. An exception that leaves the context waits at most 3 seconds for a snapshot under way, and gives it up.
@@ -133,19 +149,19 @@ class SnapshotWriter:
         #
         # Leftovers of 2 to 4 are removed after the next snapshot (prune).
         self.wait()
-        job = _Job(step)
+        copies: SavedState | Wrong
         try:
-            job.state = staged(self._own.rank, self._staging, state)
+            copies = staged(self._own.rank, self._staging, state)
         except _TROUBLE as error:
-            job.fault = reason_of(error)
-        self._launch(job)
+            copies = Wrong(reason_of(error))
+        self._launch(step, copies)
         if self._blocking:
             self.check()
 
     def again(self) -> None:
         """Writes the last snapshot once more, as it was. To be called on all ranks, after :meth:`wait`."""
         assert self._job is not None
-        self._launch(_Job(self._job.step, self._job.state, fault=self._job.fault))
+        self._launch(self._job.step, self._job.state)
 
     def before_update(self) -> None:
         """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
@@ -183,9 +199,6 @@ class SnapshotWriter:
         self._end(None)
         self.check()
 
-    def __enter__(self) -> SnapshotWriter:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -196,10 +209,12 @@ class SnapshotWriter:
 
     # -------------------------------------------------------------------------------- the caller's thread
 
-    def _launch(self, job: _Job) -> None:
-        self._job = job
+    def _launch(self, step: int, state: SavedState | Wrong) -> None:
+        # All ranks derive the same name without a message. Each snapshot has a new one, so files of a failed one cannot get into
+        # the next.
         self._begun += 1
-        job.temporary = self._folder / self._own.temporary_name(job.step, self._begun)
+        token = f"{(int(self._own.token, 16) + self._begun) % 2**32:08x}"
+        self._job = job = _Job(step, state, self._folder / temporary_name(name_of(step), token))
         if self._blocking:
             self._run(job)
             return
@@ -234,9 +249,9 @@ class SnapshotWriter:
             except Exception as error:
                 # Reported in the folder, too, so that has to exist first.
                 bug = None if isinstance(error, _TROUBLE) else error
-                needed = job.state.nbytes if job.state is not None and is_short(error) else None
-                mine = RankManifest(host=host_name(), fault=reason_of(error), needed=needed)
-            if self._own.leads:
+                needed = job.state.nbytes if isinstance(job.state, SavedState) and is_short(error) else None
+                mine = RankManifest(fault=reason_of(error), needed=needed)
+            if self._own.rank == 0:
                 self._finish(job, mine)
             else:
                 send(job.temporary, self._own.rank, mine)
@@ -244,10 +259,10 @@ class SnapshotWriter:
         except Exception as error:
             bug = bug or (None if isinstance(error, _TROUBLE) else error)
             fault = reason_of(error)
-            if self._own.leads:
+            if self._own.rank == 0:
                 discard(job.temporary)
         self.failed, self._bug = fault, bug
-        if fault is not None and self._own.leads and bug is None:
+        if fault is not None and self._own.rank == 0 and bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
                 f"Training continues, and {'the newest snapshot stays' if self.made_room else 'older snapshots stay'}."
@@ -259,21 +274,21 @@ class SnapshotWriter:
         try:
             self._copy(job)
         finally:
-            if self._own.leads:
+            if self._own.rank == 0:
                 make_folder(self._folder)
                 job.temporary.mkdir()
             else:
                 await_folder(job.temporary)
-        if job.state is None:
-            raise Wrong(job.fault)
+        if isinstance(job.state, Wrong):
+            raise job.state
         return write_content(job.temporary, self._own.rank, job.state)
 
     def _copy(self, job: _Job) -> None:
         try:
-            if self._staging is not None and job.state is not None:
+            if self._staging is not None and isinstance(job.state, SavedState):
                 self._staging.run()
         except Wrong as error:  # nor are such copies written again
-            job.state, job.fault = None, str(error)
+            job.state = Wrong(str(error))
         finally:
             job.copied.set()
 
@@ -299,7 +314,7 @@ class SnapshotWriter:
             free, before = shutil.disk_usage(self._folder).free, list_snapshots(self._folder)
             self._tidy(1)
             self.made_room = len(list_snapshots(self._folder)) < len(before)
-            own = 0 if job.state is None else job.state.nbytes
+            own = job.state.nbytes if isinstance(job.state, SavedState) else 0
             missing = sum(manifest.needed or own for manifest in ranks) - free
             raise Wrong(f"{error} for {missing:,} bytes more" if missing > 0 else str(error)) from None
         self.written = self._folder / name_of(job.step)

@@ -14,8 +14,8 @@ from torch import Tensor
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
-from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
-from hvd_ckpt.snapshots.schema import Range, rank_file
+from hvd_ckpt.snapshots.reader import open_snapshot
+from hvd_ckpt.snapshots.schema import rank_file
 
 REPLICATED = ("options", "scaler", "progress", "plan", "samples", "replicas")
 PER_RANK = ("random", "logged")
@@ -72,20 +72,15 @@ def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
     files = open_snapshot(path)
     shared = [name for name in files.manifest.tensors if not name.startswith(("buffers@", "weights/"))]
-    state["tensors"] = dict(zip(shared, files.read([elements(files, name) for name in shared])))
+    state["tensors"] = dict(zip(shared, files.read(map(files.manifest.all_of, shared))))
     for rank in range(ranks or 0):
         if rank_file(rank) not in files.manifest.files:
             raise ValueError(f"rank {rank} has no state in '{path}'")
         own = files.state(rank_file(rank))
         state.update({f"rank {rank}'s {name}": own[name] for name in PER_RANK})
         buffers = [name for name in files.manifest.tensors if name.startswith(f"buffers@{rank}/")]
-        state.update(zip(buffers, files.read([elements(files, name) for name in buffers])))
+        state.update(zip(buffers, files.read(map(files.manifest.all_of, buffers))))
     return state
-
-
-def elements(files: Snapshot, name: str) -> Range:
-    """All elements of a tensor."""
-    return files.manifest.all_of(name)
 
 
 def differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:

@@ -27,9 +27,8 @@ from snapshot_files import read_snapshot, state_of
 from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
 
 WRITERS = ("blocking", "background")
 PHASES = (

@@ -6,38 +6,22 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-from snapshot_files import state_of
+import torch
+from snapshot_files import write
 
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faults.checks import differences, newest_good, unreadable
 
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
-    import torch
-
-    common = {
-        "options": [torch.tensor(1.0)],
-        "scaler": None,
-        "progress": {"step": step},
-        "plan": None,
-        "samples": 9,
-    }
+    common = {"options": [torch.tensor(1.0)], "scaler": None, "progress": {"step": step}}
+    common |= {"plan": None, "samples": 9}
     own = {"random": random_state(), "logged": (0.0, 0.0)}
-    (run / "log.jsonl").parent.mkdir(exist_ok=True)
+    run.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
-    weights = {"a": torch.tensor([1.0, weight])}
-    with SnapshotWriter(
-        run / "snapshots", 9, Participant(0, 1, "0" * 8), pytest.fail, blocking=True
-    ) as writer:
-        writer.begin(step, state_of(weights, common, own))
-        path = writer.wait()
-    assert path is not None
-    return path
+    return write(run / "snapshots", step, common, own, {"a": torch.tensor([1.0, weight])})
 
 
 def test_runs_are_the_same_to_the_last_bit_or_what_differs_is_named(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hostile import ODD, Draw
 from hypothesis import strategies as st
 from same import same
-from snapshot_files import divided, optimizer_state, read_snapshot, sign, state_of, write
+from snapshot_files import divided, optimizer_state, read_snapshot, sign, state_of, write, write_ranks
 from torch import Tensor, nn
 from watch import Finding, Kind
 
@@ -27,7 +26,6 @@ from hvd_ckpt.app.training.resume import Progress, check_resumed, check_state, p
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.state import parts_of
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -35,7 +33,6 @@ from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
 from hvd_ckpt.snapshots.schema import Range
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 SAMPLES = 40
 CONFIG: dict[str, Any] = {
@@ -98,17 +95,11 @@ def two_snapshots(folder: Path) -> dict[str, bytes]:
     """Writes two good snapshots of two ranks; returns the files of the newer."""
     replicated, per_rank, weights, ranges = state_of_run()
     weights["tied"] = weights["0.weight"]
+    states = [state_of(weights, replicated, per_rank) for _ in range(2)]
+    for rank, state in enumerate(states):
+        state.ranges = divided([*state.ranges, *ranges], rank, 2)
     for number in (1, 2):
-        path = folder / "good" / f"step-{number:08d}"
-        writers = [
-            SnapshotWriter(path.parent, 9, Participant(rank, 2, "0" * 8), pytest.fail) for rank in range(2)
-        ]
-        for rank, writer in enumerate(writers):
-            state = state_of(weights, replicated, per_rank)
-            state.ranges = divided([*state.ranges, *ranges], rank, 2)
-            writer.begin(number, state)
-        for writer in writers:
-            writer.close()
+        path = write_ranks(folder / "good", number, states)
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 

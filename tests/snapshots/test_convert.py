@@ -94,6 +94,27 @@ def test_a_whole_snapshot(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "it is of local SGD" in result.output and result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"files": 3}, "AttributeError"),
+        ({"files": {"replicated.pt": 3}}, "TypeError"),
+        ({"step": "x"}, "ValueError"),
+        ({"ranks": "x"}, "TypeError"),
+        ({"sharding": {"parameters": {}, "tensor": 2}}, "it is of tensor parallelism"),
+    ],
+)
+def test_what_the_earlier_version_does_not_write_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    model, optimizer = trained()
+    files = {"model.safetensors": model.state_dict()}
+    files["replicated.pt"] = replicated(model, optimizer=optimizer.state_dict())
+    sign(write_old(tmp_path, files, None, 1), **changes)
+    result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "old"), str(tmp_path / "new")])
+    assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
+
+
 def test_shards_of_two_ranks(tmp_path: Path) -> None:
     model, optimizer = trained()
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())

@@ -14,6 +14,7 @@ from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives import agreement
 from hvd_ckpt.snapshots.folder import SnapshotError
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
@@ -154,6 +155,64 @@ def test_state_that_no_run_could_resume_from_is_refused_when_saved(
     says = f"step 1 was not written, since it could not be resumed from: .*{says}"
     on_all(SnapshotError, says, lambda: saved(folder, model, optimizer, **{name: value}))
     assert not list(folder.rglob("manifest.json"))
+
+
+class Broken(Feed):
+    """Has a state on all ranks but one."""
+
+    def state_dict(self) -> Any:
+        if hc.rank() == 1:
+            raise KeyError("planted")
+        return self.state
+
+
+def test_what_one_rank_does_in_a_save_is_an_error_on_all_ranks(folder: Path) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
+        says = rf"different collective calls: .*save\(1\).*save\({hc.size()}\)"
+        on_all(RuntimeError, says, lambda: snapshots.save(1 + hc.rank()))
+        for wrong in ("x", -(10**30), 10**30):
+            on_all(SnapshotError, "step ", lambda wrong=wrong: snapshots.save(wrong))
+        snapshots.save(1)  # which is not before a step that was refused
+    other = folder / "other"
+    on_all(KeyError, "planted", lambda: saved(other, model, optimizer, scheduler=Broken({})))
+
+
+def test_a_loss_with_its_graph_is_saved_as_a_number(folder: Path) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
+        loss = model(batch(0, 0)).square().mean()
+        snapshots.save(1, best=loss)
+        assert snapshots.resume() == 1 and torch.equal(snapshots.loop["best"], loss)
+
+
+def test_a_first_save_exchanges_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = chain(), list[str]()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    unspied = agreement._sum
+
+    def spying(values: Any, name: str, process_set: Any) -> Any:
+        calls.append(name)
+        return unspied(values, name, process_set)
+
+    with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
+        monkeypatch.setattr(agreement, "_sum", spying)
+        snapshots.save(1)
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_another_kind_of_loader_is_refused(folder: Path, of_all: bool) -> None:
+    """Its position would be lost, and samples be read twice."""
+    sampler = hc.data.DistributedSampler(torch.zeros(40), 2)
+    loaders = [Feed({"at": hc.rank()}), sampler]
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved(folder, model, optimizer, loader=loaders[not of_all])
+    says = f"position of another kind of loader than a {type(loaders[of_all]).__name__}"
+    on_all(SnapshotError, says, lambda: resume(folder, model, optimizer, loader=loaders[of_all]))
 
 
 def test_a_disabled_scaler_resumes(folder: Path) -> None:

@@ -14,19 +14,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from snapshot_files import divided, read_snapshot, sign, state_of
+from snapshot_files import divided, read_snapshot, sign, state_of, write_ranks
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.schema import Layout, Range, TensorMetadata
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.cuts import Cut
 
 RANKS = 3
@@ -87,24 +85,15 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    told: list[str] = []
-    writers = [
-        SnapshotWriter(tmp_path / "snapshots", 9, Participant(rank, RANKS, "0" * 8), told.append)
-        for rank in range(RANKS)
-    ]
     for step in (1, 2):
-        for rank, writer in enumerate(writers):
-            state = state_of(dict(model.named_buffers()) if rank == 0 else {})
-            ranges = [*state.ranges, *part_of(model, optimizer, rank, step == 2)]
-            replicated = {"a": 1, "ema": {"n_averaged": 1} if step == 2 else None}
-            saved = SavedState(replicated, rank, ranges, ModelTensors(model).aliases, Layout(stage=3))
-            writer.begin(step, saved)
-        for writer in writers:
-            writer.wait()
-    for writer in writers:
-        writer.close()
-    assert not told
-    return tmp_path / "snapshots" / "step-00000002", model, optimizer
+        replicated = {"a": 1, "ema": {"n_averaged": 1} if step == 2 else None}
+        states = []
+        for rank in range(RANKS):
+            buffers = state_of(dict(model.named_buffers()) if rank == 0 else {}).ranges
+            ranges = [*buffers, *part_of(model, optimizer, rank, step == 2)]
+            states.append(SavedState(replicated, rank, ranges, ModelTensors(model).aliases, Layout(stage=3)))
+        path = write_ranks(tmp_path / "snapshots", step, states)
+    return path, model, optimizer
 
 
 def test_shards_of_all_ranks_make_whole_weights(
@@ -159,24 +148,19 @@ def test_the_script_of_the_guide_loads_parts(tmp_path: Path) -> None:
     """Three blocks of rows, and columns, over two parts; one dimension is not divided evenly."""
     weights = {"rows.weight": torch.randn(9, 4), "columns.weight": torch.randn(3, 7, 2)}
     how = {"rows.weight": Cut(0, 9, 3), "columns.weight": Cut(1, 7)}
-    writers = [SnapshotWriter(tmp_path, 9, Participant(rank, 4, "0" * 8), pytest.fail) for rank in range(4)]
-    for rank, writer in enumerate(writers):
+    states = []
+    for rank in range(4):
         replica, part = divmod(rank, 2)
-        ranges = []
+        ranges = list[Range]()
         for name, weight in weights.items():
             own = how[name].of(weight, 2, part)
             whole = TensorMetadata.of(weight.dtype, TensorSpec.of(own), how[name], 2)
             of_part = Range(f"weights/{name}", *whole.place_of(part), whole, own.reshape(-1))
             ranges += divided([of_part], replica, 2)
-        writer.begin(1, SavedState(None, None, ranges, {}, Layout(tensor=2)))
-    for writer in writers:
-        writer.close()
-    found = loaded_by_script(tmp_path / "step-00000001", tmp_path / "weights.pt")
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-    assert all(
-        torch.equal(read_snapshot(tmp_path / "step-00000001").weights[name], one)
-        for name, one in weights.items()
-    )
+        states.append(SavedState(None, None, ranges, {}, Layout(tensor=2)))
+    path = write_ranks(tmp_path, 1, states)
+    for found in loaded_by_script(path, tmp_path / "weights.pt"), read_snapshot(path).weights:
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
 def test_a_damaged_shard_is_found_and_the_snapshot_before_used(

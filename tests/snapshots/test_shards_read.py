@@ -12,19 +12,17 @@ import pytest
 import torch
 from same import assert_same, whole_weights
 from sharded import distribute
-from snapshot_files import divided, read_snapshot
+from snapshot_files import divided, read_snapshot, write_ranks
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import training_state
-from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
 from hvd_ckpt.snapshots.schema import Range, tensors_file
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3, 4))
 
@@ -125,23 +123,12 @@ def divide(path: Path, folder: Path, ranks: int) -> None:
         (values,) = files.read([Range(name, 0, tensor.numel, tensor)])
         whole.append(Range(name, 0, tensor.numel, tensor, values))
     values = optimizer_values(found, files.manifest.names("weights").keys() - dict(Model(0).named_buffers()))
-    writers = [
-        SnapshotWriter(folder / "snapshots", 9, Participant(rank, ranks, "0" * 8), print)
+    per_rank, manifest = {**found.per_rank, "optimizer": values}, found.manifest
+    states = [
+        SavedState(found.replicated, per_rank, divided(whole, rank, ranks), manifest.aliases, manifest.layout)
         for rank in range(ranks)
     ]
-    for rank, writer in enumerate(writers):
-        per_rank = {**found.per_rank, "optimizer": values}
-        state = SavedState(
-            found.replicated,
-            per_rank,
-            divided(whole, rank, ranks),
-            found.manifest.aliases,
-            found.manifest.layout,
-        )
-        writer.begin(1, state)
-    for writer in writers:
-        writer.close()
-    assert open_snapshot(folder / "snapshots" / STEP).manifest.ranks == ranks
+    assert open_snapshot(write_ranks(folder / "snapshots", 1, states)).manifest.ranks == ranks
 
 
 def test_a_rank_reads_the_weight_files_that_have_elements_of_its_own(

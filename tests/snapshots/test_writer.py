@@ -27,11 +27,10 @@ from same import assert_same
 from snapshot_files import divided, file_size_limit, found_in, read_snapshot, state_of, write
 from torch import Tensor, nn
 
-from hvd_ckpt.snapshots import barrier, content, reader, writer
-from hvd_ckpt.snapshots.barrier import Participant
+from hvd_ckpt.snapshots import content, reader, writer
 from hvd_ckpt.snapshots.folder import remove
 from hvd_ckpt.snapshots.tensors import Staging
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
 
 TOKEN = "0123abcd"
 
@@ -207,7 +206,7 @@ def file_in_its_place(job: Job) -> Iterator[None]:
 @contextmanager
 def no_part(job: Job) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "RANK_SECONDS", 0.1)
+        patch.setattr(content, "RANK_SECONDS", 0.1)
         patch.setattr(writer, "send", lambda *_: None)
         yield
 
@@ -318,7 +317,7 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
         assert first.wait() is None and "rank 1: per_rank is a builtins.object" in job.told.pop()
         second.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(barrier, "RANK_SECONDS", 0.1)
+            patched.setattr(content, "RANK_SECONDS", 0.1)
             first.begin(1, state_of({}))
             assert first.wait() is None
             second.begin(1, state_of({}))
@@ -433,8 +432,7 @@ def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
         import sys, torch
         from pathlib import Path
         from hvd_ckpt.snapshots import writer as room
-        from hvd_ckpt.snapshots.barrier import Participant
-        from hvd_ckpt.snapshots.content import SavedState
+                from hvd_ckpt.snapshots.content import SavedState
         state = [torch.ones(1000, 1000) for _ in range(5)]
         for ranks, room.EXIT_SECONDS in ((1, 60), (2, 0.5)):  # the second is one of a pair without the other
             own = Participant(0, ranks, "{TOKEN}")

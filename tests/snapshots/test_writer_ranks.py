@@ -9,8 +9,7 @@ import torch
 from snapshot_files import divided, read_snapshot, state_of
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2, 4))
 

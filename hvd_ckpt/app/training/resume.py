@@ -20,13 +20,11 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import STOP_FILE, forget_file
-from hvd_ckpt.snapshots import state
-from hvd_ckpt.snapshots.fits import check_fits
+from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, check_fits, check_state as check_schemas
 from hvd_ckpt.snapshots.lock import LOCK_FILE
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.reader import Snapshot, find_in
 from hvd_ckpt.snapshots.schema import MAX_RANKS
-from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
@@ -175,7 +173,7 @@ class _PerRank(PerRankState):
 def check_state(resumed: Snapshot) -> None:
     """Raises SnapshotError unless it holds what a run writes, by keys, types and ranges; names the first that is wrong."""
     with resumed.comparing():
-        config = state.check_state(resumed, _Replicated, _PerRank).config
+        config = check_schemas(resumed, _Replicated, _PerRank).config
         for name in (*FIXED, *PLANNED):
             if name not in config:
                 raise Wrong(f"replicated.config has no {name}")
