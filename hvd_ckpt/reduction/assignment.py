@@ -38,7 +38,7 @@ def lay_out(
     """
     placed = [parameters[index] for index in order]
     nbytes, uneven = [parameter.nbytes for parameter in placed], [False] * len(placed)
-    if current().tensor > 1:
+    if current().model_parallel_size > 1:
         from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
 
         # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up

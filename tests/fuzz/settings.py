@@ -137,7 +137,7 @@ def any_settings(_: Path) -> Callable[[Draw, Path], None]:
 
 VARIABLES = (
     *launchers.RANK_VARIABLES, *runtime.LOCAL_SIZE_VARIABLES, runtime.FUSION_VARIABLE, runtime.AUTOTUNE_VARIABLE,
-    runtime.CYCLE_VARIABLE, runtime.THREADS_VARIABLE, runtime.MPI_PREFIX_VARIABLE, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE",
+    launchers.CYCLE, launchers.THREADS, runtime.MPI_PREFIX_VARIABLE, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE",
     "XDG_CACHE_HOME", "HOME",
 )  # fmt: skip
 NO_NUMBERS = (
