@@ -202,8 +202,10 @@ class Program:
 
     @property
     def rounds_in_other_blocks(self) -> bool:
-        """Whether recomputation changes which elements share a scale of int8: units of stage 3 follow what is recomputed."""
-        return self.stage == 3 and "int8" in str(self.options.get("wire"))
+        """Whether recomputation changes which elements share a scale of int8, or a partial sum of the norm that clips: units of
+        stage 3 follow what is recomputed."""
+        clips = any(step.how == "clip" for step in self.steps)
+        return self.stage == 3 and (clips or "int8" in str(self.options.get("wire")))
 
     @property
     def stops_in_another_place(self) -> bool:
