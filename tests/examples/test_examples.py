@@ -142,5 +142,5 @@ def test_every_script_is_in_the_table_and_here():
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
     others |= {"hugging_face_trainer.py", "own_loop.py"}  # in this folder
     others |= {"own_data.py", "own_models.py"}  # tests/training
-    others |= {"tensor_gpt.py"}  # tests/parallel/test_parallel_launch.py
+    others |= {"tensor_gpt.py"}  # tests/parallel/pipeline/test_parallel_launch.py
     assert scripts == set(SCRIPTS) | others

@@ -156,7 +156,7 @@ def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None
 
 
 def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:
-    """Over Gloo, and on the last stage: parallel/test_parallel_launch.py."""
+    """Over Gloo, and on the last stage: parallel/pipeline/test_parallel_launch.py."""
     controller = "mpi" if probe("mpi").works else "gloo"
     runs = [{**run_of(tmp_path, "failing", "lstm-small", "--pipeline=2"), "raise_on": 0}]
     file = write_inputs(tmp_path, "failing", runs)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from controllers import SCRIPTS, probe, run_ranks
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from seeds import Job
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 COMMAND = Path(sys.executable).with_name("hvd-ckpt")
 
 pytestmark = pytest.mark.launch
