@@ -25,6 +25,7 @@ import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from fork_server import fork_server, is_running
 from kinds import SELECTIONS, kind_of, sizes_of
+from quick_planner import quick_planner
 
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
@@ -138,11 +139,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Three rounds of timing for each kind of block, and a short search: bytes and results are what is looked at."""
-    monkeypatch.setattr("hvd_ckpt.planning.kinds._SECONDS_PER_KIND", 0.0)
-    monkeypatch.setattr("hvd_ckpt.planning.candidates._LOOKS", 20_000)
+@pytest.fixture(name="quick_planner")
+def _quick_planner(one_thread: None) -> Iterator[None]:
+    """Plans with few measurements."""
+    with quick_planner():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

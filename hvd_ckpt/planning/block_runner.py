@@ -20,13 +20,7 @@ from hvd_ckpt.utils.memory import recording_marks
 
 
 class BlockRunner:
-    """Runs one block by itself, on copies of the inputs that the model gives it.
-
-    Args:
-        step: the step of the model.
-        function: the block.
-        args, kwargs: its inputs.
-    """
+    """Runs one block of a step, ``function``, by itself, on copies of the inputs that the model gives it."""
 
     def __init__(
         self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,11 +43,8 @@ class BlockRunner:
         return args, kwargs
 
     def outcome(self, policy: CheckpointPolicy, modules: Sequence[nn.Module]) -> list[int]:
-        """Fingerprints of the outputs, gradients and buffers of one pass from the current state, which is restored.
-
-        Args:
-            modules: the modules of the block.
-        """
+        """Fingerprints of outputs, gradients and buffers of ``modules``, the block's, after one pass from the current state, which
+        is restored."""
         block = nn.ModuleList(modules)
         with undisturbed(block, self._device), verifying("always"):
             args, kwargs = self.inputs()

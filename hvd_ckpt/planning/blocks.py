@@ -7,6 +7,7 @@ other. One forward pass that saves nothing shows which of them it calls, in whic
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,9 +111,8 @@ def find_blocks(
             # With gradients, so that inputs require them as in training. The tensors that autograd would save are dropped at once.
             with torch.enable_grad(), saving_nothing():
                 forward()
-        except (
-            Exception
-        ):  # code that needs a graph, such as torch.autograd.grad: run again with the whole graph
+        except Exception:
+            # Code that needs a graph, such as torch.autograd.grad: run again with the whole graph.
             for state in (calls, called, signatures):
                 state.clear()
             for block in proposed:
@@ -171,36 +171,32 @@ def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
     places = Counter(id(child) for module in model.modules() for child in places_of(module).values())
 
     def visit(name: str, module: nn.Module) -> None:
-        if _is_container(module):
-            leaves: list[tuple[str, nn.Module]] = []
-            plain = base_class(module).forward is nn.Sequential.forward
-            for child_name, child in places_of(module).items():
-                full = f"{name}.{child_name}" if name else child_name
-                if places[id(child)] > 1:
-                    flush(name, leaves)
-                    continue
-                if plain and not list(child.children()):
-                    leaves.append((full, child))
-                    if sum(bool(list(leaf.parameters())) for _, leaf in leaves) < _LEAVES_WITH_WEIGHTS:
-                        continue
-                    flush(name, leaves)
-                    continue
-                flush(name, leaves)
-                if _holds_chain(child):
-                    visit(full, child)
-                else:
-                    blocks.append(FoundBlock((full,), [child], name if plain else None))
-            flush(name, leaves)
-        else:
+        inside = f"{name}." if name else ""
+        if not _is_container(module):
             for child_name, child in module.named_children():
-                visit(f"{name}.{child_name}" if name else child_name, child)
+                visit(f"{inside}{child_name}", child)
+            return
+        leaves: dict[str, nn.Module] = {}
+        plain = _is_plain(module)
 
-    def flush(container: str, leaves: list[tuple[str, nn.Module]]) -> None:
-        if any(list(leaf.parameters()) for _, leaf in leaves) or len(leaves) > 1:
-            blocks.append(
-                FoundBlock(tuple(leaf for leaf, _ in leaves), [leaf for _, leaf in leaves], container)
-            )
-        leaves.clear()
+        def flush() -> None:
+            if len(leaves) > 1 or any(map(_has_weights, leaves.values())):
+                blocks.append(FoundBlock(tuple(leaves), list(leaves.values()), name))
+            leaves.clear()
+
+        for child_name, child in places_of(module).items():
+            full, is_alone = f"{inside}{child_name}", places[id(child)] == 1
+            if is_alone and plain and not list(child.children()):
+                leaves[full] = child
+                if sum(map(_has_weights, leaves.values())) == _LEAVES_WITH_WEIGHTS:
+                    flush()
+                continue
+            flush()
+            if is_alone and _holds_chain(child):
+                visit(full, child)
+            elif is_alone:
+                blocks.append(FoundBlock((full,), [child], name if plain else None))
+        flush()
 
     visit("", model)
     return blocks
@@ -235,11 +231,19 @@ def check_called(model: nn.Module, blocks: Sequence[FoundBlock]) -> None:
 def _is_container(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return len(module) > 1
-    if not isinstance(module, nn.Sequential):
-        return False
     # One with a forward of its own probably loops over its children, if all of them are composite.
-    loops = len(module) > 1 and all(list(child.children()) for child in module)
-    return loops or base_class(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and (
+        _is_plain(module) or (len(module) > 1 and all(list(child.children()) for child in module))
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it runs its children one after the other, as an ``nn.Sequential`` does."""
+    return base_class(module).forward is nn.Sequential.forward
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _holds_chain(module: nn.Module) -> bool:
@@ -253,7 +257,7 @@ def _holds_chain(module: nn.Module) -> bool:
 
 def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
     modules = dict(model.named_modules())
-    blocks: list[FoundBlock] = []
+    blocks: dict[str, FoundBlock] = {}
     for name in names:
         if name.endswith(".*") and name[:-2] in modules:
             chosen = [f"{name[:-2]}.{child}" for child, _ in modules[name[:-2]].named_children()]
@@ -266,19 +270,13 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
                 f"blocks: '{name}' is not a module of this {type(model).__name__}: see model.named_modules()"
             )
         for member in chosen:
-            if any(member == block.members[0] for block in blocks):
-                continue
             parent = member.rpartition(".")[0]
-            plain = base_class(modules[parent]).forward is nn.Sequential.forward
-            blocks.append(FoundBlock((member,), [modules[member]], parent if plain else None))
-    taken = {block.members[0] for block in blocks}
-    for name in taken:
-        for outer in taken:
-            if name.startswith(f"{outer}."):
-                raise ValueError(
-                    f"blocks: '{name}' lies in '{outer}', which is named as well: name one of them."
-                )
-    return blocks
+            container = parent if _is_plain(modules[parent]) else None
+            blocks.setdefault(member, FoundBlock((member,), [modules[member]], container))
+    for name, outer in itertools.permutations(blocks, 2):
+        if name.startswith(f"{outer}."):
+            raise ValueError(f"blocks: '{name}' lies in '{outer}', which is named as well: name one of them.")
+    return list(blocks.values())
 
 
 def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

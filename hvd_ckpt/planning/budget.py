@@ -51,14 +51,9 @@ class Budget:
     value: float = 0.0
 
     def __str__(self) -> str:
-        if self.kind in ("min", "fastest"):
-            return self.kind
-        shown = {
-            "bytes": f"{self.value:.0f}",
-            "share": f"{self.value:g}x",
-            "device": f"{100 * self.value:g}%",
-        }
-        return shown[self.kind]
+        value = self.value
+        shown = {"bytes": f"{value:.0f}", "share": f"{value:g}x", "device": f"{100 * value:g}%"}
+        return shown.get(self.kind, self.kind)
 
     @property
     def is_absolute(self) -> bool:

@@ -60,11 +60,13 @@ def key_of(
     model: nn.Module, sample: Any, loss: Any, device: torch.device, settings: Mapping[str, Any]
 ) -> str:
     """The key of a plan, as hexadecimal digits."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    processor = f"{platform.machine()} {platform.processor()} {capability} {os.cpu_count()}"
     facts = [
         version("hvd-ckpt"),
         torch.__version__,
         device.type,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
         str(torch.get_num_threads()),
         *_model(model),
         repr(map_tensors(_shape, Tensor, sample)),
@@ -76,11 +78,6 @@ def key_of(
         # Addresses in texts differ between processes.
         digest.update(re.sub(r" at 0x[0-9a-fA-F]+", "", fact).encode(errors="replace") + b"\0")
     return digest.hexdigest()[:32]
-
-
-def _processor() -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {platform.processor()} {capability} {os.cpu_count()}"
 
 
 def _shape(tensor: Tensor) -> str:

@@ -110,6 +110,7 @@ def _join(groups: dict[int, set[int]], first: int, second: int) -> None:
 
 
 def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
+    """The dropped calls that a call depends on, and itself."""
     reached = {number}
     pending = [number]
     while pending:
@@ -164,11 +165,9 @@ def candidates(trace: Trace, limit: int = 8) -> list[CheckpointPolicy]:
 
 
 def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
-    pool = {}
-    for chosen in itertools.product((False, True), repeat=len(parts)):
-        dropped = frozenset[int]().union(*itertools.compress(parts, chosen))
-        pool[dropped] = estimate(trace, dropped)
-    return pool
+    sets = itertools.product((False, True), repeat=len(parts))
+    unions = (frozenset[int]().union(*itertools.compress(parts, chosen)) for chosen in sets)
+    return {dropped: estimate(trace, dropped) for dropped in unions}
 
 
 def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
@@ -242,14 +241,9 @@ def _merit(
 def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) -> list[frozenset[int]]:
     """Up to two nodes at which to break the replay of a block that keeps least, because that lowers its peak most."""
     whole = estimate(trace, dropped)
-    useful: list[tuple[int, frozenset[int]]] = []
-    for part in parts:
-        if part <= dropped:
-            broken = estimate(trace, dropped, part)
-            if broken.working < 0.9 * whole.working:
-                useful.append((broken.working, part))
-    useful.sort(key=lambda entry: entry[0])
-    return [part for _, part in useful[:2]]
+    broken = {part: estimate(trace, dropped, part).working for part in parts if part <= dropped}
+    useful = [part for part, working in broken.items() if working < 0.9 * whole.working]
+    return sorted(useful, key=broken.__getitem__)[:2]
 
 
 def _title(trace: Trace, policy: Policy) -> str:

@@ -9,8 +9,8 @@ or a segment that is being recomputed. It runs its items forward in order, and t
 
 - A :class:`Run` of a block holds ``kept`` bytes from its forward to its backward pass, under the choice taken. It also holds
   ``casts`` bytes until the forward pass of the level ends.
-- A :class:`Segment` first runs its blocks forward without saving anything, and holds only the output of its last block. In the
-  backward pass, it is recomputed as a level of its own, while the gradient of that output waits. Segments nest.
+- A segment, which is a tuple of items, first runs its blocks forward without saving anything, and holds only the output of its
+  last block. In the backward pass, it is recomputed as a level of its own, while the gradient of that output waits. Segments nest.
 """
 
 from __future__ import annotations
@@ -75,46 +75,24 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """Item of a schedule: one block, run under one of its choices.
-
-    Args:
-        block: index of the block.
-        choice: index of the choice.
-    """
+    """Item of a schedule: the block with this index, run under the choice with this index."""
 
     block: int
     choice: int
 
-    @property
-    def first(self) -> int:
-        """The block, as in a segment."""
-        return self.block
 
-    @property
-    def last(self) -> int:
-        """The block, as in a segment."""
-        return self.block
+# A tuple of items is a segment.
+Item = Run | tuple["Item", ...]
+MAX_NESTING = (
+    64  # levels of segments; each takes a dozen of the thousand frames that Python's stack has when it runs
+)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Item of a schedule: consecutive blocks that first run forward without saving anything, and are recomputed as ``items`` in the
-    backward pass."""
-
-    items: tuple[Run | Segment, ...]
-
-    @property
-    def first(self) -> int:
-        """Index of its first block."""
-        return self.items[0].first
-
-    @property
-    def last(self) -> int:
-        """Index of its last block."""
-        return self.items[-1].last
-
-
-Item = Run | Segment
+def span_of(item: Item) -> range:
+    """The blocks of an item."""
+    if isinstance(item, Run):
+        return range(item.block, item.block + 1)
+    return range(span_of(item[0]).start, span_of(item[-1]).stop)
 
 
 @dataclass(frozen=True)
@@ -163,12 +141,7 @@ def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
 
 
 class _Walk:
-    """State of a simulation.
-
-    Attributes:
-        peak, block: the highest peak so far, and the block that set it.
-        seconds: the time so far.
-    """
+    """State of a simulation: the highest peak so far, the block that set it, and the time."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
@@ -177,13 +150,10 @@ class _Walk:
         self.seconds = 0.0
 
     def level(self, items: Sequence[Item], base: int, waiting: int) -> int:
-        """Runs a level forward and backward; returns the bytes held between the two.
+        """Runs a level forward and backward, from ``base`` bytes on; returns the bytes held between the two.
 
-        Args:
-            items: the items of the level.
-            base: bytes held at its start.
-            waiting: bytes of the gradient that waits outside during the forward pass. The backward pass consumes it, and measured
-                backward peaks include it.
+        The gradient of ``waiting`` bytes waits outside during the forward pass. The backward pass consumes it, and measured
+        backward peaks include it.
         """
         # An item starts its backward pass with the bytes with which it started its forward pass, which ``starts`` has. For a run R
         # that is followed by a segment S:
@@ -205,9 +175,10 @@ class _Walk:
                 held += choice.kept
                 casts += choice.casts
             else:
-                held += blocks[item.first].frame
+                inside = span_of(item)
+                held += blocks[inside[0]].frame
                 boundary = 0  # the items before hold the input of the segment
-                for index in range(item.first, item.last + 1):
+                for index in inside:
                     block = blocks[index]
                     working = max(block.forward_working, block.output)
                     self.reach(index, held + casts + boundary + waiting + working)
@@ -222,7 +193,8 @@ class _Walk:
                 self.reach(item.block, start + choice.backward_peak)
                 self.seconds += choice.seconds
             else:
-                self.level(item.items, start + blocks[item.first].frame, blocks[item.last].output)
+                inside = span_of(item)
+                self.level(item, start + blocks[inside[0]].frame, blocks[inside[-1]].output)
         return between
 
     def reach(self, block: int, held: int) -> None:

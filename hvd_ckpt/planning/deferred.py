@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,35 +83,23 @@ class DeferredCall:
 
 
 @dataclass(frozen=True)
-class Consumed:
-    """A cross entropy of deferred logits: their call and dtype, the targets and the options."""
+class Use:
+    """A use of deferred logits: a cross entropy with its dtype, targets and options, or, without targets, any other function, which
+    needed the logits of the layer themselves."""
 
     call: DeferredCall
     dtype: torch.dtype
-    targets: Tensor
-    options: dict[str, Any]
+    targets: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Heard:
-    """Uses of deferred logits, as :func:`listening` collects them.
-
-    Attributes:
-        consumed: the cross entropies.
-        computed: the layers whose logits another function needed.
-    """
-
-    consumed: list[Consumed]
-    computed: list[nn.Linear]
-
-
-_listeners: list[Heard] = []
+_listeners: list[list[Use]] = []
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Heard]:
+def listening() -> Iterator[list[Use]]:
     """A context that collects the uses of deferred logits."""
-    _listeners.append(Heard([], []))
+    _listeners.append([])
     try:
         yield _listeners[-1]
     finally:
@@ -250,7 +238,7 @@ class DeferredLogits(Tensor):
             with torch.set_grad_enabled(call.grad):
                 if state.view is None:
                     for heard in _listeners:
-                        heard.computed.append(call.head)
+                        heard.append(Use(call, dtype))
                     state.result = call.compute(call.checked(), dtype)
                 else:
                     source, view = state.view
@@ -327,7 +315,7 @@ class DeferredLogits(Tensor):
         ):
             return None
         for heard in _listeners:
-            heard.consumed.append(Consumed(call, dtype, targets, options))
+            heard.append(Use(call, dtype, targets, options))
         product = call.checked()
         if torch.is_autocast_enabled(product.hidden.device.type):
             dtype = torch.float32

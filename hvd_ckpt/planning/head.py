@@ -8,22 +8,18 @@ number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.deferred import listening
+from hvd_ckpt.planning.deferred import Use, listening
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.keeper import saving_nothing
 from hvd_ckpt.utils.torch_private import is_compiled
-
-if TYPE_CHECKING:
-    from hvd_ckpt.planning.step import Step
 
 _WIDER = 4  # a head has more than this many outputs for each input; the perceptron of a layer has no more
 _LEAST_BYTES = 4 << 20  # bytes of logits from which the head is measured
@@ -40,55 +36,42 @@ class HeadCost(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Head:
-    """A linear layer whose result is used by one cross entropy and nothing else.
+def head_costs(step: Step, loss: Use) -> list[HeadCost]:
+    """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
+    head, hidden, targets = loss.call.head, loss.call.product.hidden, loss.targets
+    assert targets is not None
 
-    Attributes:
-        name, module: the layer.
-        hidden, targets: input of the layer (rows, width) and targets (rows,) in a step.
-        dtype: dtype of the logits.
-        options: options of the cross entropy.
+    def run(hidden: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(head(hidden).to(loss.dtype), targets, **loss.options)
+
+    numbers: list[int | None] = [None]
+    chunks = 1
+    while chunks == 1 or len(targets) >= _LEAST_ROWS * chunks:
+        numbers.append(chunks)
+        chunks *= _FACTOR
+    own = hidden.detach().requires_grad_(hidden.requires_grad)
+    runner = BlockRunner(step, run, (own, targets), {})
+    costs: list[HeadCost] = []
+    for number in numbers:
+        # The policy is on the module, and the runner gets KEEP: the loss, which
+        # the runner takes for a part of the block, makes the chunks.
+        apply_policy(head, KEEP if number is None else in_chunks(number))
+        try:
+            (cost,) = runner.memory([KEEP])
+            (seconds,) = runner.seconds([KEEP], 0.0, 1)
+        finally:
+            remove_policy(head)
+        peak = max(cost.forward_peak, cost.backward_peak)
+        if not costs or peak < _LESS * costs[-1].peak:
+            costs.append(HeadCost(number, peak, seconds))
+    return costs
+
+
+def find_head(step: Step) -> tuple[str, Use] | None:
+    """The name of a linear layer whose result is used by one cross entropy and nothing else, and this use; None without one.
+
+    One forward pass with its loss, which save nothing, shows where it is.
     """
-
-    name: str
-    module: nn.Linear
-    hidden: Tensor
-    targets: Tensor
-    dtype: torch.dtype
-    options: dict[str, Any]
-
-    def costs(self, step: Step) -> list[HeadCost]:
-        """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
-        runner = BlockRunner(step, self._run, (self.hidden, self.targets), {})
-        costs: list[HeadCost] = []
-        for chunks in (None, *self._numbers()):
-            # The policy is on the module, and the runner gets KEEP: the loss, which
-            # the runner takes for a part of the block, makes the chunks.
-            apply_policy(self.module, KEEP if chunks is None else in_chunks(chunks))
-            try:
-                (cost,) = runner.memory([KEEP])
-                (seconds,) = runner.seconds([KEEP], 0.0, 1)
-            finally:
-                remove_policy(self.module)
-            peak = max(cost.forward_peak, cost.backward_peak)
-            if not costs or peak < _LESS * costs[-1].peak:
-                costs.append(HeadCost(chunks, peak, seconds))
-        return costs
-
-    def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.module(hidden).to(self.dtype)
-        return functional.cross_entropy(logits, targets, **self.options)
-
-    def _numbers(self) -> list[int]:
-        numbers = [1]
-        while len(self.targets) >= _LEAST_ROWS * _FACTOR * numbers[-1]:
-            numbers.append(_FACTOR * numbers[-1])
-        return numbers
-
-
-def find_head(step: Step) -> Head | None:
-    """The head of a model, or None. One forward pass with its loss, which save nothing, shows where it is."""
     candidates: dict[nn.Module, str] = {}
     for name, module in step.model.named_modules():
         if is_compiled(module):
@@ -110,7 +93,7 @@ def find_head(step: Step) -> Head | None:
     try:
         for module in candidates:
             apply_policy(module, in_chunks(1))
-        with listening() as heard, saving_nothing():
+        with listening() as uses, saving_nothing():
             step.loss()
     except Exception:  # code that needs a graph, or values of the logits
         return None
@@ -119,29 +102,26 @@ def find_head(step: Step) -> Head | None:
             remove_policy(module)
         for handle in handles:
             handle.remove()
-    # Deferred logits are consumed by a cross entropy, and computed for most
+    # Deferred logits are used by a cross entropy, and computed for most
     # other functions. One loss and no computation (below) make a head.
-    if len(heard.consumed) != 1:
+    losses = [use for use in uses if use.targets is not None]
+    if len(losses) != 1:
         return None
-    (consumed,) = heard.consumed
-    call = consumed.call
-    if call.head in heard.computed:
+    (loss,) = losses
+    head, product = loss.call.head, loss.call.product
+    if any(use.call.head is head for use in uses if use is not loss):
         return None
-    logits = len(consumed.targets) * len(call.product.weight) * consumed.dtype.itemsize
-    if calls.count(call.head) != 1 or not call.product.weight.is_leaf or logits < _LEAST_BYTES:
+    assert loss.targets is not None
+    logits = len(loss.targets) * len(product.weight) * loss.dtype.itemsize
+    if calls.count(head) != 1 or not product.weight.is_leaf or logits < _LEAST_BYTES:
         return None
-    hidden = call.product.hidden
-    hidden = hidden.detach().requires_grad_(hidden.requires_grad)
-    return Head(candidates[call.head], call.head, hidden, consumed.targets, consumed.dtype, consumed.options)
+    return candidates[head], loss
 
 
-def without_head(blocks: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
+def without_head(blocks: Sequence[FoundBlock], head: nn.Module) -> list[FoundBlock] | None:
     """The blocks without the one that has the head, if any; None if that block is not the last one or is the only one."""
     owners = [
-        index
-        for index, block in enumerate(blocks)
-        for module in block.modules
-        if head.module in module.modules()
+        index for index, block in enumerate(blocks) for module in block.modules if head in module.modules()
     ]
     if not owners:
         return list(blocks)

@@ -67,8 +67,7 @@ class KindProfiler:
 
         These are "keep" and policies that drop results of calls, or "recompute" if the calls of the block cannot be seen.
         """
-        problems: list[str] = []
-        traced = None if block.compiled else self._traced(block, runner, problems)
+        traced = None if block.compiled else self._traced(block, runner)
 
         @functools.cache
         def expected() -> list[int]:
@@ -76,49 +75,47 @@ class KindProfiler:
 
         # Kinds of blocks that make the same calls on tensors of other sizes, such as the layers of a DenseNet, are checked once.
         # All are checked again in the model.
-        form = block.like if traced is None else traced.form
+        form = traced.form if isinstance(traced, Trace) else block.like
         if form not in self._repeats:
             self._repeats[form] = runner.outcome(KEEP, block.modules) == expected()
         repeats = self._repeats[form]
 
         def problem(policy: CheckpointPolicy) -> str | None:
-            try:
-                # Bits tell nothing if the block does not repeat its own: then it only has to run.
-                right = runner.outcome(policy, block.modules) == expected() or not repeats
-                return None if right else "gives other values"
-            except Exception as error:
-                return f"fails ({in_words(error)})"
-
-        def is_right(policy: CheckpointPolicy) -> bool:
             key = form, policy
             if key not in self._problems:
-                self._problems[key] = problem(policy)
-            reason = self._problems[key]
-            if reason is not None:
-                problems.append(reason)
-            return reason is None
+                try:
+                    # Bits tell nothing if the block does not repeat its own: then it only has to run.
+                    right = runner.outcome(policy, block.modules) == expected() or not repeats
+                    self._problems[key] = None if right else "gives other values"
+                except Exception as error:
+                    self._problems[key] = f"fails ({in_words(error)})"
+            return self._problems[key]
 
-        whole = is_right(RECOMPUTE)
-        if not whole or not repeats:
+        whole = problem(RECOMPUTE)
+        if whole or not repeats:
             self.alone.add(block.like)
-            reason = "it gives other values in each run" if whole else f"recomputing it {problems[-1]}"
+            reason = f"recomputing it {whole}" if whole else "it gives other values in each run"
             self.notes[block.like] = f"in no segment: {reason}"
+        right, wrong = [KEEP], [traced] if isinstance(traced, str) else []
+        for policy in candidates(traced, self._most_policies)[1:] if isinstance(traced, Trace) else ():
+            if failed := problem(policy):
+                wrong.append(failed)
+            else:
+                right.append(policy)
+        if not block.compiled and (len(right) > 1 or not (wrong or whole)):
+            return right
+        if whole or not repeats:
+            reason = self.notes[block.like].partition(": ")[2]
+            self.notes[block.like] = f"kept whole, and in no segment: {reason}"
+            return [KEEP]
         if not block.compiled:
-            chosen = [] if traced is None else candidates(traced, self._most_policies)
-            right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
-            if len(right) > 1 or not (problems or chosen == []):
-                return right
-        if whole and repeats:
-            if not block.compiled:
-                self.notes[block.like] = (
-                    f"recomputed as a whole or not at all: dropping results of calls {problems[-1]}"
-                )
-            return [KEEP, RECOMPUTE]
-        self.notes[block.like] = f"kept whole, and in no segment: {self.notes[block.like].partition(': ')[2]}"
-        return [KEEP]
+            self.notes[block.like] = (
+                f"recomputed as a whole or not at all: dropping results of calls {wrong[-1]}"
+            )
+        return [KEEP, RECOMPUTE]
 
-    def _traced(self, block: FoundBlock, runner: BlockRunner, problems: list[str]) -> Trace | None:
-        """The calls of the block; None, with an entry in ``problems``, if they cannot be traced."""
+    def _traced(self, block: FoundBlock, runner: BlockRunner) -> Trace | str:
+        """The calls of the block, or why they cannot be traced."""
         try:
             traces = []
             for _ in range(4):  # the first run is slower than any later one
@@ -127,8 +124,7 @@ class KindProfiler:
                     traces.append(trace(block, args, kwargs))
             return fastest(traces[1:])
         except Exception as error:
-            problems.append(f"fails, as its calls cannot be traced ({in_words(error)})")
-            return None
+            return f"fails, as its calls cannot be traced ({in_words(error)})"
 
     def _measure_alone(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
         assert block.args is not None and block.kwargs is not None

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import nn
 
+from hvd_ckpt.planning.chain import MAX_NESTING
 from hvd_ckpt.planning.policy import (
     KEEP,
     CheckpointPolicy,
@@ -41,7 +42,6 @@ M = TypeVar("M", bound=nn.Module)
 
 _GIVE = "give a file that Plan.save() wrote"
 _REPAIR = "correct it, or make the plan again"
-_MAX_NESTING = 100  # levels of segments; each takes a dozen frames of Python's stack when it runs
 
 
 def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
@@ -50,8 +50,8 @@ def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
         raise ValueError(
             "must be a list of block numbers and of such lists, which are segments and not empty"
         )
-    if depth > _MAX_NESTING:
-        raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
+    if depth > MAX_NESTING:
+        raise ValueError(f"segments are nested more than {MAX_NESTING} deep")
     for item in value:
         if isinstance(item, bool) or not isinstance(item, (int, list, tuple)):
             raise ValueError(f"has {shown(item)} where a block number or a list is expected")
@@ -70,10 +70,6 @@ class PlanError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
-
-
-Timeline = tuple[tuple[float, int], ...]
-"""(seconds, bytes) during a step."""
 
 
 class Cost(NamedTuple):
@@ -262,7 +258,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
 
     def __post_init__(self) -> None:
-        if _blocks_of(self.items) != list(range(len(self.blocks))):
+        if blocks_of(self.items) != list(range(len(self.blocks))):
             raise ValueError(
                 f"items must list the blocks 0 to {len(self.blocks) - 1}, each once and in order"
             )
@@ -324,12 +320,10 @@ class Plan:
         modules = dict(model.named_modules())
         misfit = f"The plan does not fit this {type(model).__name__}:"
         for block in self.blocks:
-            missing = [name for name in block.members if name not in modules]
-            if missing:
+            if missing := [name for name in block.members if name not in modules]:
                 raise PlanError(f"{misfit} it has no module '{missing[0]}'. Make a plan for this model.")
             members = [modules[name] for name in block.members]
-            kind = kind_of(members)
-            if kind != block.kind:
+            if (kind := kind_of(members)) != block.kind:
                 raise PlanError(
                     f"{misfit} block '{block.name}' is of class {kind}, the plan was made for {block.kind}."
                 )
@@ -342,9 +336,8 @@ class Plan:
                     raise PlanError(
                         f"{misfit} parameter {number} of block '{block.name}' has the shape {have}, the plan was made for {want}."
                     )
-            if block.policy.chunks is not None and [base_class(member).forward for member in members] != [
-                nn.Linear.forward
-            ]:
+            is_linear = [base_class(member).forward for member in members] == [nn.Linear.forward]
+            if block.policy.chunks is not None and not is_linear:
                 raise PlanError(
                     f"{misfit} block '{block.name}' is of class {kind}, and only an nn.Linear can have a cross entropy in chunks."
                 )
@@ -403,7 +396,7 @@ class Plan:
         return containers
 
     def _members(self, item: Any) -> list[str]:
-        return [name for block in _blocks_of([item]) for name in self.blocks[block].members]
+        return [name for block in blocks_of([item]) for name in self.blocks[block].members]
 
     def _steps(self, item: Any) -> Any:
         """An item as ``apply_to_chain`` takes it: (names of children, policy), or a list of such items for a segment."""
@@ -421,22 +414,9 @@ class _PlanFile(Strict):
     plan: Plan
 
 
-def _blocks_of(items: Sequence[Any]) -> list[int]:
-    return [block for item in items for block in (_blocks_of(item) if isinstance(item, tuple) else [item])]
-
-
-def thinned(timeline: Timeline, points: int = 400) -> Timeline:
-    """A timeline of at most ``points`` points, among them the highest and the lowest of each stretch."""
-    if len(timeline) <= points:
-        return timeline
-    # Two points are kept of each stretch.
-    width = -(-len(timeline) * 2 // points)
-    kept: list[tuple[float, int]] = []
-    for start in range(0, len(timeline), width):
-        part = timeline[start : start + width]
-        ends = (max(part, key=lambda point: point[1]), min(part, key=lambda point: point[1]))
-        kept += sorted(set(ends))
-    return tuple(kept)
+def blocks_of(items: Sequence[Any]) -> list[int]:
+    """The blocks in items, in order."""
+    return [block for item in items for block in (blocks_of(item) if isinstance(item, tuple) else [item])]
 
 
 @contextlib.contextmanager

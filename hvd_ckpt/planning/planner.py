@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, all_kept, bottleneck
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, bottleneck
 from hvd_ckpt.planning.inputs import in_words
-from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
+from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.planning.step import Sample, Step
+from hvd_ckpt.planning.step import Sample, Step, Timeline
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.memory import free_memory
@@ -132,52 +132,40 @@ class Planner:
         return Solver(self.chain)
 
     def plan(self, budget: Given = None) -> Plan:
-        """The fastest plan whose peak stays within ``budget``.
-
-        Args:
-            budget: as in :func:`plan`.
-
-        Raises:
-            ValueError: the budget is invalid.
-            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
-        """
+        """The fastest plan whose peak stays within ``budget``; arguments and errors are those of :func:`plan`."""
         budget = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
             # The loop ends: the first failure removes all segments, the next
             # one all recomputation. Without recomputation, an error is raised.
             while True:
                 self._say("solving")
-                limit, tried, refused = self._attempt(budget)
-                problem = tried if isinstance(tried, str) else self._problem(tried)
-                if problem is not None or isinstance(tried, str):
-                    self._recompute_less(problem or "")
-                    continue
-                plan = self._finished(limit, tried)
-                if refused is not None:
-                    refused.nearest = plan
-                    raise refused
-                return plan
-
-    def _attempt(self, budget: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
-        """The limit, the fastest schedule (or a description of its failure), and an error if the schedule exceeds the limit."""
-        limit = self._limit(budget)
-        try:
-            try:
-                return limit, self._fastest(limit), None
-            except BudgetError as error:
-                if budget.kind == "min":  # it needs a little more than was predicted
-                    return error.smallest, self._fastest(error.smallest), None
-                return limit, self._fastest(error.smallest), error
-        except Exception as error:
-            if isinstance(error, BudgetError) or not self._recomputes:
-                raise
-            return limit, f"fails ({in_words(error)})", None
-
-    def _problem(self, tried: _Tried) -> str | None:
-        """Describes what is wrong with a step under the schedule; None if it is right."""
-        self._say("checking the plan")
-        problem = self.profile.problem(self._as_plan(tried.solution.items), self._kept is not None)
-        return problem if self._recomputes else None
+                limit, refused, problem = self._limit(budget), None, None
+                try:
+                    try:
+                        tried = self._fastest(limit)
+                    except BudgetError as error:
+                        tried = self._fastest(error.smallest)
+                        if budget.kind == "min":  # it needs a little more than was predicted
+                            limit = error.smallest
+                        else:
+                            refused = error
+                except Exception as error:
+                    if isinstance(error, BudgetError) or not self._recomputes:
+                        raise
+                    problem = f"fails ({in_words(error)})"
+                else:
+                    if self._recomputes:
+                        self._say("checking the plan")
+                        plan = self._as_plan(tried.solution.items)
+                        problem = self.profile.problem(plan, self._kept is not None)
+                if problem is None:
+                    break
+                self._recompute_less(problem)
+            plan = self._finished(limit, tried)
+            if refused is not None:
+                refused.nearest = plan
+                raise refused
+            return plan
 
     @property
     def _recomputes(self) -> bool:
@@ -198,15 +186,7 @@ class Planner:
     def plan_parts(self, layout: Layout, budget: Given) -> Plan:
         """The plan for parts of the model on several processes, each of which fits ``budget``.
 
-        The plan is predicted and not measured.
-
-        Args:
-            layout: the blocks of this planner are ``layout.blocks_of(model)``.
-            budget: as in :func:`plan`.
-
-        Raises:
-            ValueError: the budget is invalid, or the model does not call each block once.
-            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
+        As of :func:`plan` with a layout: predicted and not measured. The blocks of this planner are ``layout.blocks_of(model)``.
         """
         self._say("solving")
         blocks = self.profile.blocks
@@ -227,9 +207,9 @@ class Planner:
         times = [self._seconds(tried)]
         while len(times) < _TIMED and sum(times) < _TIMED_SECONDS:
             times.append(self._seconds(tried))
-        timelines = {"after": thinned(tried.timeline)}
+        timelines = {"after": tried.timeline}
         if self._kept is not None:
-            timelines["before"] = thinned(self._kept.timeline)
+            timelines["before"] = self._kept.timeline
         return self._as_plan(
             tried.solution.items,
             sample=self._sample,
@@ -391,8 +371,8 @@ class Planner:
         choices = [0] * len(self.profile.blocks)
 
         def number(item: Item) -> Any:
-            if isinstance(item, Segment):
-                return tuple(number(inner) for inner in item.items)
+            if isinstance(item, tuple):
+                return tuple(map(number, item))
             choices[item.block - 1] = item.choice
             return item.block - 1
 

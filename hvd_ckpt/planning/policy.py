@@ -105,9 +105,8 @@ def remove_policy(module: nn.Module) -> None:
     """Restores the class of a module that has a policy."""
     if is_planned(module):
         module.__class__ = base_class(module)
-        module.__dict__.pop(_POLICY, None)
-        module.__dict__.pop(_ITEMS, None)
-        module.__dict__.pop(_AUTOCAST, None)
+        for name in (_POLICY, _ITEMS, _AUTOCAST):
+            module.__dict__.pop(name, None)
 
 
 def expect_autocast(module: nn.Module, dtype: str | None) -> None:

@@ -7,6 +7,7 @@ the last block (head and loss). Their cost is the cost of a step of the whole mo
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +17,12 @@ from torch import nn
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.chain import Block, Choice
-from hvd_ckpt.planning.ends import Ends, measure_ends
-from hvd_ckpt.planning.head import HeadCost, find_head, without_head
+from hvd_ckpt.planning.head import HeadCost, find_head, head_costs, without_head
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.kinds import KindProfiler
-from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
+from hvd_ckpt.planning.plan import BlockPlan, Plan, applied, blocks_of
 from hvd_ckpt.planning.policy import KEEP, RECOMPUTE, CheckpointPolicy, in_chunks
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Ends, Step
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import show_bytes
 
@@ -34,7 +34,7 @@ class Profile:
 
     Attributes:
         blocks: the blocks of the chain.
-        policies: for each block, the measured policies.
+        policies: by the index of the first block of a kind, the measured policies.
         head: name of the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
         head_costs: costs of head and loss for each choice of the last block of ``chain``. The first is without chunks, the last has
             the smallest peak.
@@ -75,18 +75,17 @@ class Profile:
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
         profiler = KindProfiler(step, len(kinds))
         self.notes, self._alone = profiler.notes, profiler.alone
+        self.policies: dict[int, list[CheckpointPolicy]] = {index: [RECOMPUTE] for index in kinds}
         if limit is not None:
             say("measuring what runs around the blocks")
             self._check_floor(limit)
         costs: dict[int, Block] = {}
-        policies: dict[int, list[CheckpointPolicy]] = {}
         for done, index in enumerate(kinds):
             block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
-            policies[index], costs[index] = profiler.measure(block)
+            self.policies[index], costs[index] = profiler.measure(block)
         say("checking that recomputation changes nothing")
-        self._check_in_place(kinds, policies, costs)
-        self.policies = [policies[block.like] for block in self.blocks]
+        self._check_in_place(kinds, costs)
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
             for index, block in enumerate(self.blocks)
@@ -103,25 +102,19 @@ class Profile:
             block.modules, block.args, block.kwargs = [], None, None
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
-        head = find_head(self.step)
-        others = None if head is None else without_head(self.blocks, head)
-        if head is None or others is None:
+        found = find_head(self.step)
+        others = found and without_head(self.blocks, found[1].call.head)
+        if found is None or others is None:
             return
-        say(f"measuring the head '{head.name}' in chunks")
-        costs = head.costs(self.step)
+        say(f"measuring the head '{found[0]}' in chunks")
+        costs = head_costs(self.step, found[1])
         if len(costs) > 1:
-            self.head, self.head_costs, self.blocks = head.name, costs, others
+            self.head, self.head_costs, self.blocks = found[0], costs, others
 
     def _check_floor(self, limit: int) -> None:
-        """Refuses a budget that the code around the blocks exceeds under all policies, before minutes of measurements.
-
-        Raises:
-            BudgetError: the budget is too small.
-        """
-        self.policies = [[RECOMPUTE]] * len(self.blocks)
-        items, chunks = tuple(range(len(self.blocks))), self.head_costs[-1].chunks
+        """Raises a BudgetError if the code around the blocks needs more under all policies, before minutes of measurements."""
         try:
-            with applied(self.step.model, self.plan_of(items, [0] * len(self.blocks), chunks)):
+            with applied(self.step.model, self._whole([0] * len(self.blocks), self.head_costs[-1].chunks)):
                 # A first step allocates what later ones reuse, so the second one is measured.
                 self.step.run()
                 begin, _, forward, backward = self._measure_ends()
@@ -142,25 +135,18 @@ class Profile:
                 floor,
             )
 
-    def _check_in_place(
-        self, kinds: Sequence[int], policies: dict[int, list[CheckpointPolicy]], costs: dict[int, Block]
-    ) -> None:
+    def _check_in_place(self, kinds: Sequence[int], costs: dict[int, Block]) -> None:
         """Checks the leanest policies in the model, and keeps blocks whole that fail or give other values there."""
-        lean = {
-            kind: min(range(len(policies[kind])), key=lambda number: costs[kind].choices[number].kept)
-            for kind in kinds
-        }
-        self.policies = [policies[block.like] for block in self.blocks]
+        lean = {kind: _leanest(costs[kind]) for kind in kinds}
         kept = sum(costs[block.like].choices[0].kept for block in self.blocks)
         fits = kept <= FITS * free_memory(self.step.device)
 
         def problem(those: Sequence[int]) -> str | None:
             choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
-            return self.problem(self.plan_of(tuple(range(len(self.blocks))), choices), fits)
+            return self.problem(self._whole(choices), fits)
 
         def keep_whole(kind: int, reason: str) -> None:
-            policies[kind], costs[kind], lean[kind] = [KEEP], costs[kind].only(1), 0
-            self.policies = [policies[block.like] for block in self.blocks]
+            self.policies[kind], costs[kind], lean[kind] = [KEEP], costs[kind].only(1), 0
             self._alone.add(kind)
             self.notes[kind] = f"kept whole, and in no segment: {reason}"
 
@@ -180,8 +166,7 @@ class Profile:
     def problem(self, plan: Plan, compare: bool) -> str | None:
         """Describes what is wrong with a step under the plan; None if it is right.
 
-        Args:
-            compare: whether to compare with a step without recomputation, which must fit into memory.
+        It may be compared with a step without recomputation only if that fits into memory.
         """
         chunks = next((block.policy.chunks for block in plan.blocks if block.policy.chunks), None)
         try:
@@ -193,8 +178,7 @@ class Profile:
             return None
         if outcome != self._expected.get(chunks):
             # This is the first check, or the state is another than in the last one: weights, buffers, random numbers, sample.
-            kept = self.plan_of(tuple(range(len(self.blocks))), [0] * len(self.blocks), chunks)
-            with applied(self.step.model, kept):
+            with applied(self.step.model, self._whole([0] * len(self.blocks), chunks)):
                 self._expected[chunks] = self.step.outcome()
                 if chunks not in self._repeats:
                     self._repeats[chunks] = self.step.outcome() == self._expected[chunks]
@@ -219,11 +203,9 @@ class Profile:
             return False
         if this.like in self._alone or following.like in self._alone:
             return False
-        container = self.step.model.get_submodule(this.container)
-        names = list(container._modules)
-        return names.index(this.members[-1].rpartition(".")[2]) + 1 == names.index(
-            following.members[0].rpartition(".")[2]
-        )
+        names = list(self.step.model.get_submodule(this.container)._modules)
+        last, first = (name.rpartition(".")[2] for name in (this.members[-1], following.members[0]))
+        return names.index(last) + 1 == names.index(first)
 
     def _waiting_gradients(self) -> list[int]:
         """For each block, bytes of the gradients of tied parameters. Such a gradient waits from the last use of the parameter to
@@ -231,19 +213,17 @@ class Profile:
         # The gradient of a tied parameter exists from the backward pass of its last user (the head, say) to that of its first (the
         # embedding), where both are added and accumulated. It waits during the backward passes of all blocks in between.
         waiting = [0] * len(self.blocks)
-        users: dict[nn.Parameter, set[int]] = {}
+        users: defaultdict[nn.Parameter, set[int]] = defaultdict(set)
         inside: set[nn.Module] = set()
         for index, block in enumerate(self.blocks):
             for module in block.modules:
                 inside.update(module.modules())
                 for parameter in module.parameters():
-                    users.setdefault(parameter, set()).add(index)
-        for module in self.step.model.modules():
-            if module not in inside:
-                # Embeddings run before the blocks, other modules (a head) behind them.
-                where = -1 if isinstance(module, nn.Embedding) else len(waiting)
-                for parameter in module.parameters(recurse=False):
-                    users.setdefault(parameter, set()).add(where)
+                    users[parameter].add(index)
+        for module in set(self.step.model.modules()) - inside:
+            # Embeddings run before the blocks, other modules (a head) behind them.
+            for parameter in module.parameters(recurse=False):
+                users[parameter].add(-1 if isinstance(module, nn.Embedding) else len(waiting))
         for parameter, indices in users.items():
             if parameter.requires_grad:
                 for index in range(max(min(indices), 0), max(indices)):
@@ -252,16 +232,13 @@ class Profile:
         return waiting
 
     def _measure_ends(self) -> Ends:
-        return measure_ends(self.step, self.blocks[0].modules[0], self.blocks[-1].modules[-1])
+        return self.step.ends(self.blocks[0].modules[0], self.blocks[-1].modules[-1])
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with pseudo-blocks at its ends, measured in a step that keeps as little as possible."""
-        leanest = [
-            min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
-        ]
+        leanest = [_leanest(block) for block in inner]
         costs = self.head_costs
-        plan = self.plan_of(tuple(range(len(inner))), leanest, costs[-1].chunks)
-        with applied(self.step.model, plan):
+        with applied(self.step.model, self._whole(leanest, costs[-1].chunks)):
             begin, after, forward, backward = self._measure_ends()
             seconds = min(self.step.seconds() for _ in range(2))
         # Autocast drops its casts before the backward pass begins, and the bytes behind the last block include them.
@@ -276,12 +253,7 @@ class Profile:
                 for block in inner
             ]
         rest = max(seconds - alone, 0.0)
-        before_block = Block(
-            (Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
-            begin.bytes,
-            0.0,
-            begin.peak_bytes,
-        )
+        before = Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes))
         choices = []
         for _, peak, measured in costs:  # the step ran with the last of them
             forward_peak, backward_peak = (
@@ -289,29 +261,29 @@ class Profile:
             )
             own_seconds = max(rest + measured - costs[-1].seconds, 0.0)
             choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
-        behind_block = Block(tuple(choices), 0, 0.0, 0)
-        return [before_block, *inner, behind_block]
+        ahead, behind = Block((before,), begin.bytes, 0.0, begin.peak_bytes), Block(tuple(choices), 0, 0.0, 0)
+        return [ahead, *inner, behind]
+
+    def _whole(self, choices: Sequence[int], chunks: int | None = None) -> Plan:
+        """A plan without segments."""
+        return self.plan_of(tuple(range(len(self.blocks))), choices, chunks)
 
     def plan_of(
         self, items: tuple[Any, ...], choices: Sequence[int], chunks: int | None = None, **facts: Any
     ) -> Plan:
         """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and a number of chunks."""
         blocks = []
-        depths = _depths(items)
+        depths, ends = _depths(items), {blocks_of([item])[-1] for item in items}
         for index, (block, choice) in enumerate(zip(self.blocks, choices)):
             kept, added = 0, 0.0
             if self.chain:
-                measured = self.chain[index + 1]
-                depth, last = depths[index]
-                added = (
-                    measured.choices[choice].seconds
-                    - measured.choices[0].seconds
-                    + depth * measured.forward_seconds
-                )
+                measured, depth = self.chain[index + 1], depths[index]
+                chosen = measured.choices[choice]
+                added = chosen.seconds - measured.choices[0].seconds + depth * measured.forward_seconds
                 # A segment holds only the output of its last block.
-                kept = measured.choices[choice].kept if not depth else measured.output if last else 0
+                kept = chosen.kept if not depth else measured.output if index in ends else 0
             members = {name: self.step.model.get_submodule(name) for name in block.members}
-            blocks.append(BlockPlan.of(members, self.policies[index][choice], kept, added))
+            blocks.append(BlockPlan.of(members, self.policies[block.like][choice], kept, added))
         if chunks is not None:
             assert self.head is not None
             added = 0.0
@@ -326,19 +298,15 @@ class Profile:
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 
-def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
-    """For each block: the number of segments around it, and whether it is the last block of the outermost segment."""
-    depths: dict[int, tuple[int, bool]] = {}
+def _leanest(block: Block) -> int:
+    """The choice that keeps least."""
+    return min(range(len(block.choices)), key=lambda number: block.choices[number].kept)
 
-    def walk(inner: Sequence[Any], depth: int) -> None:
-        for item in inner:
-            if isinstance(item, tuple):
-                walk(item, depth + 1)
-                if depth == 0:
-                    last = max(depths)
-                    depths[last] = (depths[last][0], True)
-            else:
-                depths[item] = (depth, False)
 
-    walk(items, 0)
-    return depths
+def _depths(items: Sequence[Any], depth: int = 0) -> list[int]:
+    """For each block, the number of segments around it."""
+    return [
+        inner
+        for item in items
+        for inner in (_depths(item, depth + 1) if isinstance(item, tuple) else [depth])
+    ]

@@ -45,11 +45,7 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
 
 
 def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
-    """The smallest budget of all ranks if budgets are in bytes; else the budget that all ranks have.
-
-    Raises:
-        ValueError: the budget of a rank is invalid, or ranks have different kinds of budgets; raised on every rank.
-    """
+    """The smallest budget of all ranks if budgets are in bytes; else the budget that all ranks have, or an error on all ranks."""
     local: Budget | ValueError
     try:
         local = parse_budget(budget)

@@ -85,8 +85,6 @@ def plan(
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
-    if layout is not None and blocks is not None:
-        raise ValueError("blocks: with a layout the blocks are the children of the chain")
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
     options: dict[str, Any] = {
@@ -97,7 +95,13 @@ def plan(
     }
 
     def find(limit: Budget) -> Plan:
-        with _talking(verbose) as say:
+        if layout is not None and blocks is not None:
+            raise ValueError("blocks: with a layout the blocks are the children of the chain")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}")
+        quiet = contextlib.nullcontext(lambda text: None)
+        after = 0.0 if verbose else _SILENT_SECONDS
+        with quiet if verbose is False else talking("plan", after) as say:
             sample = Sample(args, kwargs or {}, loss)
             make = functools.partial(make_plan, model, sample, limit, say, **options)
             if cache is None or limit.kind == "device":  # its bytes depend on the free memory
@@ -188,7 +192,7 @@ def largest_batch(
         The batch size and the plan.
 
     Raises:
-        ValueError: the budget depends on the batch (``"0.3x"``, ``"min"``, None).
+        ValueError: the budget depends on the batch (``"0.3x"``, ``"min"``, None), or ``most`` is not a number from 1.
         BudgetError: a batch of one does not fit.
     """
     bound = parse_budget(budget)
@@ -196,6 +200,8 @@ def largest_batch(
         raise ValueError(
             f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
         )
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"most must be a number from 1, not {most!r}")
 
     def attempt(batch: int) -> Plan:
         sample = make_sample(batch)
@@ -268,8 +274,3 @@ def _explained(model: nn.Module, sample: Sample) -> Iterator[None]:
         else:
             raise
         raise ValueError(f"model and sample {what}: {way} ({one_line(str(error))})") from None
-
-
-def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-    quiet = contextlib.nullcontext(lambda text: None)
-    return quiet if verbose is False else talking("plan", after=0.0 if verbose else _SILENT_SECONDS)

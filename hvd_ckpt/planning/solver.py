@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, simulate
+from hvd_ckpt.planning.chain import MAX_NESTING, Block, Choice, Item, Run, Solution, simulate
 
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -59,14 +60,14 @@ _WORK = 4_000_000
 _SIMULATED = 1024  # number of schedules that are simulated if the chain holds casts
 
 
-@dataclass(frozen=True)
-class Frontier:
+class Frontier(NamedTuple):
     """The Pareto frontier of a level: points in order of growing ``need`` and falling ``seconds``.
 
     Attributes:
         need: bytes needed.
         seconds: time.
         kept: bytes held between the forward and the backward pass.
+        depth: levels of nested segments.
         first: the start of the schedule: the choice of the first block, or, if negative, minus the length of a segment.
         inside: for a segment, the point of its own level.
         then: the point of the rest of the level.
@@ -75,13 +76,15 @@ class Frontier:
     need: Integers
     seconds: Seconds
     kept: Integers
+    depth: Integers
     first: Integers
     inside: Integers
     then: Integers
 
 
+_COSTS = ("need", "seconds", "kept", "depth")
 _ZERO = np.zeros(1, dtype=np.int64)
-_EMPTY = Frontier(_ZERO, np.zeros(1), _ZERO, _ZERO, _ZERO, _ZERO)
+_EMPTY = Frontier(_ZERO, np.zeros(1), _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
 
 
 class Solver:
@@ -184,7 +187,7 @@ class Solver:
             if first >= 0:
                 items.append(Run(s, first))
             else:
-                items.append(Segment(self._items(s, s - first, self._level_until(s - first - 1), inside)))
+                items.append(self._items(s, s - first, self._level_until(s - first - 1), inside))
             s += 1 if first >= 0 else -first
             point = int(frontier.then[point])
         return tuple(items)
@@ -230,63 +233,56 @@ class Solver:
             _run(number, choice, rest(s + 1), waiting, in_flight - 1) for number, choice in self._choices[s]
         ]
         # Ends before t: a segment of all blocks of a level would run them once more and save nothing.
-        ends = self._ends[s]
-        if ends := range(ends.start, min(ends.stop, t)):
+        if ends := self._ends[s][: t - s]:
             parts.append(self._segments(s, ends, rest, waiting))
         return _merged(parts, size)
 
     def _segments(self, s: int, ends: range, rest: Callable[[int], Frontier], waiting: int) -> Frontier:
-        """The points of a level that start with a segment from s to one of ``ends``; ``rest(e)`` is the frontier of blocks e on."""
-        peaks, seconds = self._first_pass[s]
+        """The points of a level that start with a segment from s to one of ``ends``, the blocks from s on; ``rest(e)`` is the
+        frontier of blocks e on."""
+        peaks, seconds, casts = (column[: len(ends)] for column in self._first_pass[s])
         frame = self.blocks[s].frame
-        inside = _Rows([self._levels[s, e] for e in ends])
-        behind = _Rows([rest(e + 1) for e in ends])
-        casts = np.cumsum([block.casts for block in self.blocks[s : ends.stop]])[ends.start - s :]
+        inside, inside_row, inside_start = _joined([self._levels[s, e] for e in ends])
+        behind, behind_row, behind_start = _joined([rest(e + 1) for e in ends])
         kept = np.array([self.blocks[e].output + frame for e in ends])
-        peaks, seconds = peaks[ends.start - s :][: len(ends)], seconds[ends.start - s :][: len(ends)]
-        after = np.maximum(behind.need + (kept + casts)[behind.row], (waiting + frame + peaks)[behind.row])
+        after = np.maximum(behind.need + (kept + casts)[behind_row], (waiting + frame + peaks)[behind_row])
         again = inside.need + frame
         # The need of a combination is the larger need of its two parts. So its points lie at the needs of either part, and at each
         # of them, both parts are their fastest schedules within that need: two sorted lists are merged, and no pairs are formed.
         # All ends are merged at once: a key that is the need plus a multiple of ``apart`` for each end keeps them apart.
         apart = max(int(after.max()), int(again.max())) + 1
-        after, again = after + apart * behind.row, again + apart * inside.row
+        after, again = after + apart * behind_row, again + apart * inside_row
         key = np.sort(np.concatenate((after, again)), kind="stable")
-        key = key[key >= np.maximum(after[behind.start], again[inside.start])[key // apart]]
+        key = key[key >= np.maximum(after[behind_start], again[inside_start])[key // apart]]
         row, need = np.divmod(key, apart)
         pick = np.searchsorted(again, key, side="right") - 1
         then = np.searchsorted(after, key, side="right") - 1
         total = inside.seconds[pick] + behind.seconds[then] + seconds[row]
+        depth = np.maximum(inside.depth[pick] + 1, behind.depth[then])
         # Most points are slower than one of a smaller need, of another end, and are dropped before they cost more.
         best = np.argsort(need, kind="stable")
+        best = best[depth[best] < MAX_NESTING]
         best = best[_pareto(need[best], total[best])]
         row, pick, then = row[best], pick[best], then[best]
         return Frontier(
             need[best],
             total[best],
             kept[row] + behind.kept[then],
-            s - ends.start - 1 - row,
-            pick - inside.start[row],
-            then - behind.start[row],
+            depth[best],
+            -1 - row,
+            pick - inside_start[row],
+            then - behind_start[row],
         )
 
 
-class _Rows:
-    """Several frontiers one after the other.
-
-    Attributes:
-        need, kept, seconds: those of all points.
-        row: for each point, the number of its frontier.
-        start: for each frontier, its first point.
-    """
-
-    def __init__(self, frontiers: Sequence[Frontier]) -> None:
-        lengths = [len(frontier.need) for frontier in frontiers]
-        self.need = np.concatenate([frontier.need for frontier in frontiers])
-        self.kept = np.concatenate([frontier.kept for frontier in frontiers])
-        self.seconds = np.concatenate([frontier.seconds for frontier in frontiers])
-        self.row = np.repeat(np.arange(len(frontiers)), lengths)
-        self.start = np.cumsum([0, *lengths[:-1]])
+def _joined(frontiers: Sequence[Frontier]) -> tuple[Frontier, Integers, Integers]:
+    """The points of several frontiers one after the other, without the starts of their schedules; for each point the number of its
+    frontier; and the first point of each frontier."""
+    lengths = [len(frontier.need) for frontier in frontiers]
+    points = _EMPTY._replace(
+        **{name: np.concatenate([getattr(frontier, name) for frontier in frontiers]) for name in _COSTS}
+    )
+    return points, np.repeat(np.arange(len(frontiers)), lengths), np.cumsum([0, *lengths[:-1]])
 
 
 def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int) -> Frontier:
@@ -302,6 +298,7 @@ def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int)
         np.maximum(rest.need[start:] + (1 + others) * choice.kept + choice.casts, need + others * kept),
         rest.seconds[start:] + choice.seconds,
         kept,
+        rest.depth[start:],
         np.full(len(then), number),
         np.zeros(len(then), dtype=np.int64),
         then,
@@ -310,19 +307,13 @@ def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int)
 
 def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
     """The Pareto frontier of all parts; of many points, about ``size``."""
-    need = np.concatenate([part.need for part in parts])
-    order = np.argsort(need, kind="stable")  # a merge, since the parts are sorted
-    need = need[order]
-    seconds = np.concatenate([part.seconds for part in parts])[order]
+    columns = [np.concatenate(column) for column in zip(*parts)]
+    order = np.argsort(columns[0], kind="stable")  # a merge, since the parts are sorted
+    need, seconds = (column[order] for column in columns[:2])
     chosen = _pareto(need, seconds)
     if len(chosen) > size:
         chosen = chosen[_thinned(need[chosen], size)]
-    order = order[chosen]
-    kept, first, inside, then = (
-        np.concatenate([getattr(part, name) for part in parts])[order]
-        for name in ("kept", "first", "inside", "then")
-    )
-    return Frontier(need[chosen], seconds[chosen], kept, first, inside, then)
+    return Frontier(*(column[order[chosen]] for column in columns))
 
 
 def _pareto(need: Integers, seconds: Seconds) -> Integers:
@@ -361,16 +352,13 @@ def _segment_ends(blocks: Sequence[Block]) -> list[range]:
     return ends
 
 
-def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
-    """Peak bytes above the start, and seconds, of first passes from the first of these blocks to each of them."""
-    peaks, seconds = [0], [0.0]
-    boundary = casts = 0
-    for block in blocks:
-        peaks.append(max(peaks[-1], boundary + casts + max(block.forward_working, block.output)))
-        seconds.append(seconds[-1] + block.forward_seconds)
-        boundary = block.output
-        casts += block.casts
-    return np.array(peaks[1:], dtype=np.int64), np.array(seconds[1:])
+def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds, Integers]:
+    """Peak bytes above the start, seconds, and casts held, of first passes from the first of these blocks to each of them."""
+    boundaries = [0, *(block.output for block in blocks)][:-1]
+    working = [max(block.forward_working, block.output) for block in blocks]
+    casts = np.cumsum([0, *(block.casts for block in blocks)])
+    peaks = np.maximum.accumulate(np.array(boundaries) + casts[:-1] + np.array(working, dtype=np.int64))
+    return peaks, np.cumsum([block.forward_seconds for block in blocks]), casts[1:]
 
 
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:

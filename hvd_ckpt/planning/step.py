@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.inputs import copied, fingerprints, left_by, tensors_of
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import no_collection, noting_written, now, undisturbed
-from hvd_ckpt.utils.memory import Marks, recording_marks
+from hvd_ckpt.utils.memory import Mark, Marks, recording_marks
+
+Timeline = tuple[tuple[float, int], ...]
+"""(seconds, bytes) during a step."""
 
 
 class Sample(NamedTuple):
@@ -21,6 +25,21 @@ class Sample(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], Tensor] | None
+
+
+class Ends(NamedTuple):
+    """Memory at both ends of a chain: of what a model runs before the first block (embeddings) and behind the last (head and loss).
+
+    Attributes:
+        begin: the mark before the first block, forward.
+        after: peak bytes of the backward pass before the first block.
+        forward, backward: peak bytes of head and loss, above the bytes held behind the last block.
+    """
+
+    begin: Mark
+    after: int
+    forward: int
+    backward: int
 
 
 class Step:
@@ -82,10 +101,8 @@ class Step:
 
     def note_written(self) -> None:
         """Finds the parameters that a forward pass writes, so that they can be restored after each pass."""
-        for grad in (
-            False,
-            True,
-        ):  # code that needs a graph, such as torch.autograd.grad, fails without gradients
+        # Code that needs a graph, such as torch.autograd.grad, fails without gradients.
+        for grad in (False, True):
             try:
                 with torch.set_grad_enabled(grad), noting_written(self.model):
                     self.forward()
@@ -115,13 +132,57 @@ class Step:
             self.run_on(args, kwargs)
             return now(self.device) - start
 
-    def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
-        """Peak bytes of a step above its start, and the bytes over time (on CPU only)."""
+    def peak(self) -> tuple[int, Timeline]:
+        """Peak bytes of a step above its start, and some hundred points of the bytes over time (on CPU only)."""
         with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
             self.run_on(args, kwargs)
             marks.mark("end")
         # The only mark, so its peak counts from the start of the step. A mark has the peak since the previous mark.
-        return marks.marks[-1].peak_bytes, tuple(marks.timeline)
+        return marks.marks[-1].peak_bytes, _thinned(tuple(marks.timeline))
+
+    def ends(self, first: nn.Module, last: nn.Module) -> Ends:
+        """Memory of a step at both ends of a chain that begins with the module ``first`` and ends with ``last``."""
+        # Hooks set marks, of which each has the peak since the one before it:
+        #
+        #     start -- embeddings -- first block -- blocks -- last block -- head and loss -- loss            forward
+        #     loss -- loss and head -- gradient -- blocks -- input -- embeddings -- end                      backward
+        #
+        # If the input of the first block requires no gradient, "input" is missing: nothing before the blocks has a backward pass.
+        # The copies of the sample are made before the recording begins, so their bytes do not count.
+        seen: set[str] = set()
+        with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
+
+            def once(name: str) -> None:
+                if name not in seen:
+                    seen.add(name)
+                    marks.mark(name)
+
+            def reached(forward: str, backward: str, values: Any) -> None:
+                if forward not in seen:
+                    once(forward)
+                    tensor = next((tensor for tensor in tensors_in(values) if tensor.requires_grad), None)
+                    if tensor is not None:
+                        tensor.register_hook(lambda gradient: once(backward))  # type: ignore[no-untyped-call]
+
+            handles = [
+                first.register_forward_pre_hook(
+                    lambda _, *given: reached("first block", "input", given), with_kwargs=True
+                ),
+                last.register_forward_hook(lambda *given: reached("last block", "gradient", given[-1])),
+            ]
+            try:
+                self.run_on(args, kwargs, marks)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            marks.mark("end")
+        by_name = {mark.name: mark for mark in marks.marks}
+        begin, end = by_name["first block"], by_name["last block"]
+        after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
+        forward, backward = (
+            by_name[name].peak_bytes - end.bytes if name in by_name else 0 for name in ("loss", "gradient")
+        )
+        return Ends(begin, after, max(forward, 0), backward)
 
     def outcome(self) -> list[int]:
         """Fingerprints of loss, gradients and buffers after a step from the current state, which is restored."""
@@ -187,3 +248,17 @@ def device_of(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
     for tensor in (*model.parameters(), *tensors_of(args)):
         return tensor.device
     return torch.device("cpu")
+
+
+def _thinned(timeline: Timeline, points: int = 400) -> Timeline:
+    """A timeline of at most ``points`` points, among them the highest and the lowest of each stretch."""
+    if len(timeline) <= points:
+        return timeline
+    # Two points are kept of each stretch.
+    width = -(-len(timeline) * 2 // points)
+    kept: list[tuple[float, int]] = []
+    for start in range(0, len(timeline), width):
+        part = timeline[start : start + width]
+        ends = (max(part, key=lambda point: point[1]), min(part, key=lambda point: point[1]))
+        kept += sorted(set(ends))
+    return tuple(kept)

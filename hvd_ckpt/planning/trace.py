@@ -109,12 +109,10 @@ class _RecordingTape(Tape):
     def __init__(self, device: torch.device) -> None:
         super().__init__(Policy(calls=(), dropped=frozenset()))
         self.device = device
-        self._calls: list[TracedCall] = []
+        self._trace = Trace([], [])
         self._noted: dict[int, Call] = {}
-        self._memory: list[int] = []
         self._pending: list[Tensor] = []
         self._places: dict[tuple[int, int], int] = {}
-        self._compressible: dict[int, int] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A result in the memory of an earlier dropped result (a view, or a change in place) gets the place of that result, so that
@@ -134,20 +132,21 @@ class _RecordingTape(Tape):
             self._noted.pop(number, None)
             return result
         traced = TracedCall(call_name(func), seconds)
-        self._calls.append(traced)
+        self._trace.calls.append(traced)
         call = self._noted.get(number)
         # The tape fills these in only if the results can be dropped (`Tape._record`).
         if call is not None and (call.args or call.kwargs or call.inner):
             own: dict[int | None, int] = {}
+            sizes = self._trace.memory
 
             def place_of(tensor: Tensor) -> tuple[int, bool]:
                 """The number of a tensor's memory, and whether it is new."""
                 memory = memory_of(tensor)
                 if memory is not None and (tag := sources.get(memory)) is not None:
                     return self._places[tag.call.number, tag.output], False
-                place = own.setdefault(memory, len(self._memory))
-                if is_new := place == len(self._memory):
-                    self._memory.append(_bytes_of(tensor))
+                place = own.setdefault(memory, len(sizes))
+                if is_new := place == len(sizes):
+                    sizes.append(_bytes_of(tensor))
                 return place, is_new
 
             traced.droppable = True
@@ -156,7 +155,7 @@ class _RecordingTape(Tape):
             for output, tensor in enumerate(tensors_in(result)):
                 place, is_new = place_of(tensor)
                 if is_new and memory_of(tensor) in inputs:
-                    self._memory[place] = 0
+                    sizes[place] = 0
                 self._places[number, output] = place
                 traced.results.append(place)
             for tensor in self._pending:
@@ -165,7 +164,7 @@ class _RecordingTape(Tape):
                     with DisableTorchFunction():
                         packed = compress(tensor.detach())
                     if packed is not None:
-                        self._compressible[place] = tensor.nbytes - packed.payload.nbytes
+                        self._trace.compressible[place] = tensor.nbytes - packed.payload.nbytes
                 traced.inner.append(place)
         self._pending = []
         return result
@@ -187,8 +186,8 @@ class _RecordingTape(Tape):
     def finish(self) -> Trace:
         for number, call in self._noted.items():
             # Keys from 0 are results. Inner tensors have the keys -1, -2, ... and are listed in `inner`.
-            self._calls[number].saved = {key for key in call.wanted if key >= 0}
-        return Trace(self._calls, self._memory, self._compressible)
+            self._trace.calls[number].saved = {key for key in call.wanted if key >= 0}
+        return self._trace
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, span_of
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
@@ -113,9 +113,9 @@ class Computation:
             if isinstance(item, Run):
                 total[item.block] += self.chain[item.block].choices[item.choice].seconds
             else:
-                for block in range(item.first, item.last + 1):
+                for block in span_of(item):
                     total[block] += self.chain[block].forward_seconds
-                self._add(item.items, total)
+                self._add(item, total)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The modules of each block."""
@@ -138,14 +138,7 @@ def as_part(model: nn.Module, tensor: int) -> Iterator[nn.Module]:
 
 
 def measured(model: nn.Module, sample: Sample, say: Callable[[str], None], **options: Any) -> Computation:
-    """The computation as the planner measures it on the model's device.
-
-    Args:
-        options: of :class:`hvd_ckpt.planning.planner.Planner`.
-
-    Raises:
-        ValueError: the model has no blocks.
-    """
+    """The computation as the planner, which takes ``options``, measures it on the model's device."""
     in_chain = isinstance(model, nn.Sequential)
     if in_chain:
         options = {**options, "blocks": children_of(model)}
@@ -168,10 +161,8 @@ class _FlashAttention(TorchFunctionMode):
 
 
 def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:
-    """The computation by the operations of matrix products and the tensors that autograd saves, of a chain on the meta device.
-
-    Args:
-        rate: operations a second.
+    """The computation by the operations of matrix products, ``rate`` of them a second, and the tensors that autograd saves, of a
+    chain on the meta device.
 
     Raises:
         ValueError: the model is not a chain.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 from collections import namedtuple
@@ -29,16 +30,26 @@ class Block(nn.Module):
 
     Args:
         middle: from the block and the hidden tensor to another one.
+        parts: modules, buffers and other attributes that the function needs.
     """
 
-    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
         self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
         self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("large", torch.ones(200, 200))
+        self.register_buffer("large", torch.ones((200, 200) if middle is _large_buffer else ()))
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.steps = 0
         self.cached: Tensor | None = None
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def extra_repr(self) -> str:
+        """By which blocks differ that have another function."""
+        return str(id(self.middle))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.middle(self, F.gelu(self.a(x)))
@@ -62,15 +73,12 @@ class Wrapped(nn.Module):
 # ---------------------------------------------------------------------------------------- functions in the middle
 
 
+GENERATOR = torch.Generator()
+
+
 @torch.library.custom_op("hvd_ckpt_odd::noisy", mutates_args=())
 def noisy(x: Tensor) -> Tensor:
     return x * (torch.rand_like(x) > 0.5)
-
-
-noisy.register_autograd(
-    lambda ctx, gradient: gradient * (ctx.saved_tensors[0] != 0),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
 
 
 @torch.library.custom_op("hvd_ckpt_odd::python_noise", mutates_args=())
@@ -78,22 +86,16 @@ def python_noise(x: Tensor) -> Tensor:
     return x * random.random() + float(np.random.rand())
 
 
-python_noise.register_autograd(
-    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
-
-
 @torch.library.custom_op("hvd_ckpt_odd::own_noise", mutates_args=())
 def own_noise(x: Tensor) -> Tensor:
     return x * torch.rand(x.shape, generator=GENERATOR)
 
 
-GENERATOR = torch.Generator()
-own_noise.register_autograd(
-    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
+for operator in (noisy, python_noise, own_noise):
+    operator.register_autograd(
+        lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+    )
 
 
 @torch.library.custom_op("hvd_ckpt_odd::halve", mutates_args=("x",))
@@ -378,123 +380,71 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 # ---------------------------------------------------------------------------------------- modules
 
 
-class Frozen(nn.Module):
-    def __init__(self, which: str) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(which not in ("all", name))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.gelu(self.a(x)))
+def _frozen(*names: str) -> nn.Module:
+    block = Block(lambda block, x: x)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(bool(names) and name not in names)
+    return block
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.inner = kind(WIDTH, WIDTH, num_layers=2, dropout=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x[None])[0][0]
+def _packed(block: Any, x: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(3, -1, WIDTH), [3, 2], enforce_sorted=False)
+    out, _ = nn.utils.rnn.pad_packed_sequence(block.inner(packed)[0])
+    return x + out.reshape(-1, WIDTH)
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.GRU(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(3, -1, WIDTH), [3, 2], enforce_sorted=False)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0])
-        return x + out.reshape(-1, WIDTH)
+def _attend(block: Any, x: Tensor) -> Tensor:
+    out, weights = block.inner(x[None], x[None], x[None])
+    return x + out[0] + weights.sum()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2, dropout=0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, weights = self.inner(x[None], x[None], x[None])
-        return x + out[0] + weights.sum()
+def _embedded(**options: Any) -> nn.Module:
+    """A block with a small table, in which ``max_norm`` makes changes."""
+    table = nn.Embedding(8, WIDTH, **options)
+    return Block(lambda block, x: x + block.b(block.table(torch.arange(len(x)) % 8)), table=table)
 
 
-class Renormalizing(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(8, WIDTH, **options), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.table(torch.arange(len(x)) % 8)).tanh()
+def _normalize(block: Any, x: Tensor) -> Tensor:
+    """With running statistics, which PyTorch writes past their version counters."""
+    return x + F.batch_norm(block.b(x), block.mean, block.var, training=True)
 
 
-class Statistics(nn.Module):
-    """Has running statistics, which PyTorch writes past their version counters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("var", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x + F.batch_norm(self.a(x), self.mean, self.var, training=True))
+def _quantize(block: Any, x: Tensor) -> Tensor:
+    nearest = torch.cdist(x.detach(), block.codes).argmin(1)
+    chosen = block.codes[nearest].clone()
+    with torch.no_grad():
+        block.codes.index_add_(0, nearest, 0.1 * (x - chosen))
+    return x * chosen
 
 
-class Codebook(nn.Module):
-    def __init__(self, as_buffer: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        codes = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
-        if as_buffer:
-            self.register_buffer("codes", codes)
-        else:
-            self.codes = codes
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        nearest = torch.cdist(h.detach(), self.codes).argmin(1)
-        chosen = self.codes[nearest].clone()
-        with torch.no_grad():
-            self.codes.index_add_(0, nearest, 0.1 * (h - chosen))
-        return x + h.tanh() * chosen
+def _codebook(as_buffer: bool) -> nn.Module:
+    codes = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    block = Block(_quantize, **({"codes": codes} if as_buffer else {}))
+    if not as_buffer:
+        block.codes = codes
+    return block
 
 
-class Hooked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.a.register_forward_hook(lambda module, args, output: output * 2)
-        self.b.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
-        self.b.register_full_backward_hook(lambda module, given, taken: None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.gelu(self.a(x)))
+def _held_generator(block: Any, x: Tensor) -> Tensor:
+    if isinstance(block.generator, torch.Generator):
+        return x * torch.rand(x.shape, generator=block.generator)
+    return x * block.generator.random()
 
 
-class HeldGenerator(nn.Module):
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.a, self.generator = nn.Linear(WIDTH, WIDTH), generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.generator, torch.Generator):
-            return x + self.a(x).tanh() * torch.rand(x.shape, generator=self.generator)
-        return x + self.a(x).tanh() * self.generator.random()
+def _remember(block: Any, x: Tensor) -> Tensor:
+    """Keeps its last result as an attribute, and adds to a list."""
+    y = x * (1 + len(block.seen))
+    block.seen.append(1)
+    block.last = y.detach()
+    return y
 
 
-class Remembering(nn.Module):
-    """Keeps its last output as an attribute, and adds to a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.seen, self.last = nn.Linear(WIDTH, WIDTH), [], None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + F.gelu(self.a(x)) * (1 + len(self.seen))
-        self.seen.append(1)
-        self.last = y.detach()
-        return y
+def _hooked() -> nn.Module:
+    block = Block(lambda block, x: x)
+    block.a.register_forward_hook(lambda module, args, output: output * 2)
+    block.b.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    block.b.register_full_backward_hook(lambda module, given, taken: None)
+    return block
 
 
 def _with_parameters(change: Callable[[nn.Linear], Any]) -> nn.Module:
@@ -510,36 +460,20 @@ class Doubled(nn.Module):
         return x.sin() * 2
 
 
-def _nested_checkpoint() -> nn.Module:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self.a, x, use_reentrant=False)
-            return x + y.tanh()
-
-    return Inner()
-
-
-class ChangingBuffer(nn.Module):
-    """Changes its buffer in each forward pass by more than the values of its elements.
+def _changing(change: Callable[[Any, Tensor], None]) -> nn.Module:
+    """A block that changes its buffers in each forward pass by more than the values of their elements.
 
     Args:
         change: takes the block and the greatest absolute values of each column.
     """
 
-    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
-        super().__init__()
-        self.a, self.change = nn.Linear(WIDTH, WIDTH), change
-        self.register_buffer("seen", torch.empty(0))
-        self.register_buffer("last", torch.ones(1), persistent=False)
+    def middle(block: Any, x: Tensor) -> Tensor:
+        change(block, x.detach().abs().amax(0))
+        return x * sum(buffer.float().mean() for buffer in block.buffers() if buffer.numel())
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(self, x.detach().abs().amax(0))
-        scale = sum(buffer.float().mean() for buffer in self.buffers() if buffer.numel())
-        return x + F.gelu(self.a(x)) * scale
+    block = Block(middle, seen=torch.empty(0))
+    block.register_buffer("last", torch.ones(1), persistent=False)
+    return block
 
 
 def _resize(block: Any, most: Tensor) -> None:
@@ -575,11 +509,11 @@ def _fake_quantize(**options: Any) -> nn.Module:
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "resized buffer": lambda: ChangingBuffer(_resize),
-    "replaced buffer": lambda: ChangingBuffer(_replace),
-    "buffer of another dtype": lambda: ChangingBuffer(_convert),
-    "late buffer": lambda: ChangingBuffer(_register),
-    "removed buffer": lambda: ChangingBuffer(_remove),
+    "resized buffer": lambda: _changing(_resize),
+    "replaced buffer": lambda: _changing(_replace),
+    "buffer of another dtype": lambda: _changing(_convert),
+    "late buffer": lambda: _changing(_register),
+    "removed buffer": lambda: _changing(_remove),
     "fake quantization": _fake_quantize,
     "parametrized": lambda: _with_parameters(lambda one: parametrize.register_parametrization(one, "weight", Doubled())),
     "weight norm": lambda: _with_parameters(parametrizations.weight_norm),
@@ -588,27 +522,27 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "old weight norm": lambda: _with_parameters(weight_norm),
     "old spectral norm": lambda: _with_parameters(spectral_norm),
     "pruned": lambda: _with_parameters(lambda one: prune.random_unstructured(one, "weight", amount=0.3)),
-    "LSTM": lambda: Recurrent(nn.LSTM),
-    "GRU": lambda: Recurrent(nn.GRU),
-    "RNN": lambda: Recurrent(nn.RNN),
-    "packed sequence": Packed,
-    "attention": Attention,
+    "LSTM": lambda: Wrapped(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
+    "GRU": lambda: Wrapped(nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
+    "RNN": lambda: Wrapped(nn.RNN(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
+    "packed sequence": lambda: Block(_packed, inner=nn.GRU(WIDTH, WIDTH)),
+    "attention": lambda: Block(_attend, inner=nn.MultiheadAttention(WIDTH, 2, dropout=0.2)),
     "encoder layer": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1)),
-    "max_norm": lambda: Renormalizing(max_norm=0.5),
-    "sparse embedding": lambda: Renormalizing(sparse=True),
-    "frequency embedding": lambda: Renormalizing(scale_grad_by_freq=True),
-    "codebook": lambda: Codebook(True),
-    "codebook that is an attribute": lambda: Codebook(False),
-    "hooks on modules": Hooked,
-    "all frozen": lambda: Frozen("all"),
-    "weight frozen": lambda: Frozen("a.weight"),
-    "bias frozen": lambda: Frozen("b.bias"),
-    "generator that it holds": lambda: HeldGenerator(torch.Generator().manual_seed(1)),
-    "Python's generator": lambda: HeldGenerator(random.Random(1)),
-    "NumPy's generator": lambda: HeldGenerator(np.random.default_rng(1)),
-    "NumPy's old generator": lambda: HeldGenerator(np.random.RandomState(1)),
-    "remembering": Remembering,
-    "running statistics": Statistics,
+    "max_norm": lambda: _embedded(max_norm=0.5),
+    "sparse embedding": lambda: _embedded(sparse=True),
+    "frequency embedding": lambda: _embedded(scale_grad_by_freq=True),
+    "codebook": lambda: _codebook(True),
+    "codebook that is an attribute": lambda: _codebook(False),
+    "hooks on modules": _hooked,
+    "all frozen": lambda: _frozen(),
+    "weight frozen": lambda: _frozen("a.weight"),
+    "bias frozen": lambda: _frozen("b.bias"),
+    "generator that it holds": lambda: Block(_held_generator, generator=torch.Generator().manual_seed(1)),
+    "Python's generator": lambda: Block(_held_generator, generator=random.Random(1)),
+    "NumPy's generator": lambda: Block(_held_generator, generator=np.random.default_rng(1)),
+    "NumPy's old generator": lambda: Block(_held_generator, generator=np.random.RandomState(1)),
+    "remembering": lambda: Block(_remember, seen=[], last=None),
+    "running statistics": lambda: Block(_normalize, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH)),
     "batch norm": lambda: Wrapped(nn.BatchNorm1d(WIDTH)),
     "instance norm": lambda: Wrapped(
         nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten())
@@ -616,7 +550,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "RReLU": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU())),
     "in-place activations": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2, True), nn.ReLU(True))),
     "bilinear": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GLU(), nn.Linear(WIDTH // 2, WIDTH))),
-    "checkpointed by its author": _nested_checkpoint,
+    "checkpointed by its author": lambda: Block(
+        lambda block, x: x + checkpoint(block.inner, x, use_reentrant=False),
+        inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+    ),
     "compiled": lambda: torch.compile(Wrapped(nn.Linear(WIDTH, WIDTH)), backend="eager"),
 }  # fmt: skip
 
@@ -727,19 +664,23 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    **{name: functools.partial(Block, middle) for name, middle in MIDDLES.items()},
+    **{f"module: {name}": make for name, make in MODULES.items()},
+}
+
+
 def models() -> dict[str, tuple[Callable[[], nn.Sequential], Callable[[Tensor], Any]]]:
-    """By name, what makes a chain of four odd blocks after a plain one, and what makes its input of a tensor."""
+    """By name, what makes a chain of four odd blocks, modules after a plain one, and what makes its input of a tensor."""
 
-    def chain(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-        return lambda: nn.Sequential(*[make() for _ in range(4)])
+    def chain(name: str, make: Callable[[], nn.Module]) -> nn.Sequential:
+        first = [nn.Linear(WIDTH, WIDTH)] if name.startswith("module") else []
+        return nn.Sequential(*first, *(make() for _ in range(4)))
 
-    found: dict[str, Any] = {}
-    for name, middle in MIDDLES.items():
-        found[name] = chain(lambda middle=middle: Block(middle)), lambda x: x
-    for name, make in MODULES.items():
-        found[f"module: {name}"] = (
-            lambda make=make: nn.Sequential(nn.Linear(WIDTH, WIDTH), *[make() for _ in range(4)]), lambda x: x
-        )  # fmt: skip
+    found: dict[str, Any] = {
+        name: (functools.partial(chain, name, make), lambda x: x) for name, make in BLOCKS.items()
+    }
     for name, (wrap, get, put) in PASSED.items():
-        found[f"passed: {name}"] = chain(lambda get=get, put=put: Passing(get, put)), wrap
+        make = functools.partial(Passing, get, put)
+        found[f"passed: {name}"] = functools.partial(chain, name, make), wrap
     return found

@@ -6,29 +6,35 @@ import copy
 import io
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from odd_blocks import WIDTH, loss_of, models, same, seed, step, tensors_of
+from odd_blocks import BLOCKS, WIDTH, loss_of, models, same, seed, step, tensors_of
+from quick_planner import quick_planner
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.plan_show import print_plan
-from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.recompute.region import reach
 
 ROWS = 6
-BUDGETS = ("min", "0.5x")
+LEFT_OUT = ("cached weight",)  # a block that keeps a part of its graph for later passes
+NAMES = [name for name in BLOCKS if name not in LEFT_OUT]
+MIXED = [NAMES[first : first + 4] for first in range(0, len(NAMES), 4)]
+PASSED = {name: made for name, made in models().items() if name.startswith("passed")}
 
 
 @pytest.fixture(autouse=True)
-def _quick(quick_planner: None) -> None:
+def _smallest(one_thread: None) -> Iterator[None]:
+    """Plans recompute at any cost."""
     warnings.simplefilter("ignore")
+    with quick_planner(smallest=True):
+        yield
 
 
 def random_states() -> list[Any]:
@@ -42,27 +48,26 @@ def check(make: Callable[[], nn.Module], sample: Any) -> None:
     model = make()
     seed()
     before, tensors, given = random_states(), copy.deepcopy(tensors_of(model)), copy.deepcopy(sample)
-    planner = Planner(model, sample, loss=loss_of)
-    for budget in BUDGETS:
-        seed()
-        try:
-            plan = planner.plan(budget)
-        except hc.BudgetError as error:
-            plan = error.nearest
-        assert all(torch.equal(*pair) for pair in zip(tensors, tensors_of(model), strict=True))
-        assert all(
-            torch.equal(*pair) for pair in zip(reach(given).tensors, reach(sample).tensors, strict=True)
-        )
-        assert str(before) == str(random_states())
-        torch.manual_seed(0)
-        actual = step(plan.apply(make()), sample)
-        assert all(same(*pair) for pair in zip(expected, actual, strict=True)), plan.notes
+    plan = hc.plan(model, sample, loss=loss_of, budget="min", verbose=False)
+    assert all(torch.equal(*pair) for pair in zip(tensors, tensors_of(model), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(reach(given).tensors, reach(sample).tensors, strict=True))
+    assert str(before) == str(random_states())
+    torch.manual_seed(0)
+    actual = step(plan.apply(make()), sample)
+    assert all(same(*pair) for pair in zip(expected, actual, strict=True)), plan.notes
 
 
-# A plan cannot be made where a block keeps a part of its graph for later passes.
-@pytest.mark.parametrize("name", [name for name in models() if name != "cached weight"])
-def test_a_plan_keeps_bits_and_the_callers_objects(name: str) -> None:
-    make, sample_of = models()[name]
+@pytest.mark.parametrize("names", MIXED, ids=", ".join)
+def test_a_plan_keeps_bits_and_the_callers_objects(names: list[str]) -> None:
+    check(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(BLOCKS[name]() for name in names)),
+        torch.randn(ROWS, WIDTH),
+    )
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_plan_of_blocks_that_pass_containers(name: str) -> None:
+    make, sample_of = PASSED[name]
     check(make, sample_of(torch.randn(ROWS, WIDTH)))
 
 

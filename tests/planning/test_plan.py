@@ -50,21 +50,13 @@ def raised_everywhere(kind, call):
     return caught.value
 
 
-def test_smallest_budget_of_all_and_rank_0s_plan():
-    model = Model()
-    budget = 300_000 - 10_000 * hc.rank()
-    plan = hc.plan(model, sample(rank=hc.rank()), budget=budget)
+def test_all_ranks_have_rank_0s_plan_for_the_smallest_budget_of_all():
+    plan = hc.plan(Model(), sample(rank=hc.rank()), budget=300_000 - 10_000 * hc.rank())
     assert plan.budget == 300_000 - 10_000 * (hc.size() - 1)
     assert plan.measured.peak_bytes <= plan.budget
-    plans = everywhere(plan)
-    assert all(one == plans[0] for one in plans)
-    assert hc.rank() != 0 or plan == plans[0]
-
-
-def test_shares_are_of_what_rank_0_needs():
-    plans = everywhere(hc.plan(Model(), sample(), budget="0.7x"))
-    assert all(one == plans[0] for one in plans)
-    assert plans[0].budget == int(0.7 * plans[0].baseline.peak_bytes)
+    share = hc.plan(Model(), sample(), budget="0.7x")
+    assert share.budget == int(0.7 * share.baseline.peak_bytes)
+    assert all(plans == (plan, share) for plans in everywhere((plan, share)))
 
 
 def test_impossible_budget_is_an_error_on_every_rank():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from random_text import random_step
 from residual import Residual
+from same import assert_same, gradients
 from torch import nn
 from torch.nn import functional
 
@@ -96,19 +97,18 @@ def hugging_face(kind):
     return model.train(), (), {"input_ids": ids, "labels": ids}
 
 
-PREDICTED = {
+MODELS = {
     "list": listed,
     "sequential": sequential,
     "convolutions": convolutions,
     "bert": lambda: hugging_face("bert"),
     "xlnet": lambda: hugging_face("xlnet"),
-}
-ROUGHLY_PREDICTED = {
     "frozen blocks": frozen,
     "marked regions": marked,
     # Each block adds keys and values to one object, which lives as long as the model's output.
     "gpt2 with its cache": lambda: hugging_face("gpt2"),
 }
+ROUGHLY_PREDICTED = ("frozen blocks", "marked regions", "gpt2 with its cache")
 
 
 def loss_of(output):
@@ -131,13 +131,10 @@ def train(model, args, kwargs, steps=3, forward=None):
     return [*losses, *(value.detach().clone() for value in model.state_dict().values())]
 
 
-def assert_same_training(model, args, kwargs, plan, **options):
+def assert_same_training(model, args, kwargs, plan):
     """Training with and without the plan, from the same start, is the same bit for bit."""
-    start = copy.deepcopy(model)
-    expected = train(start, args, kwargs, **options)
-    actual = train(plan.apply(model), args, kwargs, **options)
-    assert len(expected) == len(actual)
-    assert all(torch.equal(one, other) for one, other in zip(expected, actual))
+    expected = train(copy.deepcopy(model), args, kwargs)
+    assert_same(expected, train(plan.apply(model), args, kwargs))
 
 
 def step_peak(model, args, kwargs):
@@ -150,21 +147,22 @@ def step_peak(model, args, kwargs):
     return measure_peak(step).peak_bytes
 
 
-@pytest.mark.parametrize("name", [*PREDICTED, *ROUGHLY_PREDICTED])
+@pytest.mark.parametrize("name", MODELS)
 def test_budget_is_kept_and_training_is_the_same(name):
-    model, args, kwargs = {**PREDICTED, **ROUGHLY_PREDICTED}[name]()
+    model, args, kwargs = MODELS[name]()
+    predicted = name not in ROUGHLY_PREDICTED
     planner = Planner(model, *args, kwargs=kwargs, loss=loss_of)
     everything = step_peak(copy.deepcopy(model), args, kwargs)
     with pytest.raises(hc.BudgetError) as caught:
         planner.plan(1)
     smallest = caught.value.smallest
-    if name in PREDICTED:
+    if predicted:
         assert planner.baseline.peak_bytes == pytest.approx(everything, rel=0.02)
         assert planner.smallest.peak_bytes == pytest.approx(smallest, rel=0.05)
     for budget in ((smallest + everything) // 2, smallest):
         plan = planner.plan(budget)
         assert plan.measured.peak_bytes <= plan.budget == budget
-        if name in PREDICTED and not any(isinstance(item, tuple) for item in plan.items):
+        if predicted and not any(isinstance(item, tuple) for item in plan.items):
             assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
         planned = plan.apply(copy.deepcopy(model))
         assert step_peak(planned, args, kwargs) == pytest.approx(plan.measured.peak_bytes, rel=0.01)
@@ -175,22 +173,12 @@ def state_of(model):
     """Tensors, and facts and identities of modules and parameters, that planning must leave as they were."""
     gradients = [parameter.grad for parameter in model.parameters()]
     tensors = [*model.state_dict().values(), *gradients, torch.get_rng_state()]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     modules = [
-        (
-            type(one),
-            one.training,
-            len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks),
-        )
-        for one in model.modules()
+        (type(one), one.training, *(len(getattr(one, name)) for name in hooks)) for one in model.modules()
     ]
     parameters = [(id(one), id(one.grad), one._version) for one in model.parameters()]
     return [tensor.clone() for tensor in tensors], modules + parameters
-
-
-def assert_left_alone(model, before):
-    tensors, facts = state_of(model)
-    assert facts == before[1]
-    assert all(torch.equal(one, other) for one, other in zip(tensors, before[0], strict=True))
 
 
 def test_planning_leaves_the_model_alone():
@@ -203,10 +191,10 @@ def test_planning_leaves_the_model_alone():
     before = state_of(model)
     plan = hc.plan(model, *args, loss=loss_of, budget="0.8x")
     assert fired == []
-    assert_left_alone(model, before)
+    assert_same(state_of(model), before)
     with pytest.raises(ValueError, match=r"one number.*shape \(32, 3\)"):
         hc.plan(model, *args, loss=lambda output: output)
-    assert_left_alone(model, before)
+    assert_same(state_of(model), before)
     loss_of(plan.apply(model)(*args)).backward()
     assert fired == ["hook"]
 
@@ -269,14 +257,13 @@ def test_a_further_budget_uses_the_values_and_the_loss_of_its_own_sample(capsys)
     model, (ids,), _ = listed()
     torch.manual_seed(1)  # of dropout
     model(ids).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    expected = [gradient.clone() for gradient in gradients(model)]
     hc.plan(model, ids.flip(0), budget="0.8x")
     model.zero_grad()
     hc.plan(model, ids, loss=lambda loss: 2 * loss, budget="min").apply(model)
     torch.manual_seed(1)
     model(ids).backward()
-    for gradient, parameter in zip(expected, model.parameters(), strict=True):
-        assert torch.equal(gradient, parameter.grad)
+    assert_same(expected, gradients(model))
 
 
 def test_plans_keep_neither_model_nor_sample_alive():
@@ -360,7 +347,7 @@ def test_autocast_and_a_warning_under_another_one(make, budget):
     expected = train(model, args, {}, forward=step)
     model.load_state_dict(start)
     mixed.apply(model)
-    assert all(torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=step)))
+    assert_same(expected, train(model, args, {}, forward=step))
 
 
 def test_the_surrounding_autocast_is_that_of_the_plan():
@@ -383,18 +370,19 @@ def test_the_surrounding_autocast_is_that_of_the_plan():
 
 
 def test_arguments_in_one_container_are_named():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-
-        def forward(self, x, y=None):
-            return self.layers(x)
-
-    x = torch.randn(4, 8)
-    for sample in ((x, x), [x], {"x": x}):
+    model, (ids,), _ = listed()
+    for sample in ((ids, ids), [ids], {"x": ids}):
         with pytest.raises(ValueError, match=f"one {type(sample).__name__}.*hc.plan\\(model, x, y\\)"):
-            hc.plan(Two(), sample, loss=torch.sum)
+            hc.plan(model, sample)
+
+
+@pytest.mark.parametrize("autocast", [torch.float32, "bfloat16"])
+def test_an_autocast_that_pytorch_does_not_have_is_named(autocast):
+    model, args, _ = sequential()
+    with pytest.raises(
+        ValueError, match=f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}"
+    ):
+        hc.plan(model, *args, autocast=autocast)
 
 
 def test_applied_removed_copied_and_applied_again():
@@ -404,9 +392,6 @@ def test_applied_removed_copied_and_applied_again():
     assert all(parameter.grad is None for parameter in model.parameters())
     expected = train(copy.deepcopy(start), args, {})
 
-    def same(one):
-        return all(torch.equal(a, b) for a, b in zip(expected, train(one, args, {}), strict=True))
-
     kept = step_peak(copy.deepcopy(start), args, {})
     planned = plan.apply(model)
     assert planned is model and list(model.state_dict()) == list(start.state_dict())
@@ -414,13 +399,13 @@ def test_applied_removed_copied_and_applied_again():
     assert step_peak(copy.deepcopy(twin), args, {}) <= plan.budget < kept
     with torch.no_grad():
         assert torch.equal(twin.eval()(*args), copy.deepcopy(start).eval()(*args))
-    assert same(twin.train())
+    assert_same(expected, train(twin.train(), args, {}))
     plan.remove(model)
     assert [type(module) for module in model.modules()] == [type(module) for module in start.modules()]
     assert step_peak(copy.deepcopy(model), args, {}) == kept
     plan.apply(plan.apply(model))
     assert step_peak(copy.deepcopy(model), args, {}) <= plan.budget
-    assert same(model)
+    assert_same(expected, train(model, args, {}))
 
 
 def test_largest_batch_is_the_largest():
@@ -435,6 +420,8 @@ def test_largest_batch_is_the_largest():
     assert plan.sample == (("float32", (batch * 256, 16)),)
     with pytest.raises(hc.BudgetError):
         hc.plan(model, sample(batch + 1), loss=loss_of, budget=budget)
+    with pytest.raises(ValueError, match="most must be a number from 1, not 0"):
+        hc.largest_batch(model, sample, budget, most=0)
     for relative in ("0.5x", "min", None):
         with pytest.raises(ValueError, match="does not depend on the batch"):
             hc.largest_batch(model, sample, relative)
@@ -460,23 +447,13 @@ def test_an_interrupt_says_so_without_frames_of_the_planner(capsys):
     assert said.count("\n") == 1 and "while planning" in said and "Traceback" not in said
 
 
-class Scores(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x):
-        return functional.linear(x, self.weight)
-
-
 def test_the_gradient_of_a_tied_weight_waits_for_its_first_use():
     embed = nn.Sequential(nn.Embedding(2000, 64), nn.LayerNorm(64))
-    model = nn.Sequential(
-        embed, *(Residual(64) for _ in range(4)), nn.Sequential(nn.LayerNorm(64), Scores(embed[0].weight))
-    )
-    tokens = torch.randint(2000, (1, 16))
+    scores = nn.Linear(64, 2000, bias=False)
+    scores.weight = embed[0].weight
+    model = nn.Sequential(embed, *(Residual(64) for _ in range(4)), nn.Sequential(nn.LayerNorm(64), scores))
     for budget in ("min", "1x"):
-        plan = hc.plan(model, tokens, loss=torch.sum, budget=budget)
+        plan = hc.plan(model, torch.randint(2000, (1, 16)), loss=torch.sum, budget=budget)
         assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -100,6 +101,11 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+@functools.cache
+def expected_of(name: str) -> list[Tensor | None]:
+    return steps_of(name, None)
+
+
 def steps_of(name: str, run: Run | None) -> list[Tensor | None]:
     make, sample_of = models()[name]
     torch.manual_seed(0)
@@ -115,7 +121,7 @@ def test_recomputed_or_not(name: str, way: str) -> None:
         pytest.skip("it is not made for this")
     if name.startswith("passed") and not way.endswith(("segments", "lambdas")):
         pytest.skip("it takes tensors")
-    expected = steps_of(name, None)
+    expected = expected_of(name)
     refused = name in (OF_POLICIES if policy else REFUSED[way])
     with contextlib.suppress(RuntimeError) if refused else contextlib.nullcontext():
         assert all(map(same, expected, steps_of(name, WAYS[way])))

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from modes import MODES, classify, compare, quick_planner, train
+from modes import MODES, classify, compare, train
 from notes import Note
+from quick_planner import quick_planner
 from small import model_types
 from subjects import Untrainable, subject_of
 from table import LEFT_OUT, RIGHT
@@ -75,7 +76,7 @@ def rows_of(name: str, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
     for mode in modes:
         note = ""
         try:
-            with quick_planner():
+            with quick_planner(smallest=True):
                 trained = train(subject, MODES[mode])
             outcome, detail = compare(trained, plain)
             note = trained.note

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import linecache
 import math
 import random
@@ -17,10 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-import hvd_ckpt.planning.candidates
-import hvd_ckpt.planning.head
-import hvd_ckpt.planning.kinds
-import hvd_ckpt.planning.planner
 
 STEPS = 2
 ROUNDING = 1e-5
@@ -115,8 +111,8 @@ def train(
     before = random_state()
     sample = subject.sample()
     note = prepare(model, sample) or ""
-    if any(not torch.equal(value, before[name]) for name, value in random_state().items()):
-        changed = [name for name, value in random_state().items() if not torch.equal(value, before[name])]
+    changed = [name for name, value in random_state().items() if not torch.equal(value, before[name])]
+    if changed:
         raise Differs(f"planning changed the {', '.join(changed)}")
     for name, value in subject.sample().items():
         if isinstance(value, Tensor) and not same_bits(value, sample[name]):
@@ -222,20 +218,13 @@ def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], st
             elif isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(
                 child, (nn.ModuleList, nn.ModuleDict)
             ):
-                child.forward = _checkpointed(child.forward, use_reentrant)
+                child.forward = functools.partial(hc.checkpoint, child.forward, use_reentrant=use_reentrant)
                 count += 1
             else:
                 count += wrap(child)
         return count
 
     return lambda model, sample: f"{wrap(model)} regions"
-
-
-def _checkpointed(forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return hc.checkpoint(forward, *args, use_reentrant=use_reentrant, **kwargs)
-
-    return run
 
 
 MODES: dict[str, Callable[[nn.Module, dict[str, Any]], str | None]] = {
@@ -245,27 +234,6 @@ MODES: dict[str, Callable[[nn.Module, dict[str, Any]], str | None]] = {
     "segments": in_segments(False),
     "reentrant": in_segments(True),
 }
-
-
-@contextlib.contextmanager
-def quick_planner() -> Iterator[None]:
-    """Few measurements of time, plans as small as they get, and heads in chunks though the logits are few."""
-    places = (
-        (hvd_ckpt.planning.kinds, "_SECONDS_PER_KIND", 0.0),
-        (hvd_ckpt.planning.candidates, "_LOOKS", 20_000),
-        (hvd_ckpt.planning.planner, "MIN_SLOWDOWN", 1e9),
-        (hvd_ckpt.planning.planner, "_TIMED", 1),
-        (hvd_ckpt.planning.head, "_LEAST_BYTES", 0),
-        (hvd_ckpt.planning.head, "_LEAST_ROWS", 1),
-    )
-    before = [getattr(module, name) for module, name, _ in places]
-    try:
-        for module, name, value in places:
-            setattr(module, name, value)
-        yield
-    finally:
-        for (module, name, _), value in zip(places, before):
-            setattr(module, name, value)
 
 
 def classify(error: BaseException) -> tuple[str, str]:

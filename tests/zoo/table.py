@@ -62,9 +62,12 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
             others = counts.total() - sum(counts[outcome] for outcome in RIGHT)
             numbers = " | ".join(str(counts[outcome]) for outcome in RIGHT)
             lines.append(f"| {title} | {counts.total()} | {numbers} | {others} |")
-    lines += ["", *_reasons("Not right", left, lambda row: row["outcome"] not in RIGHT)]
-    lines += _reasons("Rounding", left, lambda row: row["outcome"] == "rounding", detail=False, names=False)
-    lines += _reasons("Errors that say so", left, lambda row: row["outcome"] == "refused")
+    chosen: dict[str, dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
+    for key, row in sorted(left.items()):
+        chosen[row["outcome"] if row["outcome"] in RIGHT else "wrong"][key] = row
+    lines += ["", *_reasons("Not right", chosen["wrong"])]
+    lines += _reasons("Rounding", chosen["rounding"], detail=False)
+    lines += _reasons("Errors that say so", chosen["refused"])
     lines.append(
         f"{len(out)} further names of transformers are left out: most do not build or train from a small configuration and a "
         "guessed sample."
@@ -79,23 +82,15 @@ def _kinds(names: list[str]) -> str:
     return ", ".join(f"{count} of {family}" for family, count in families.most_common())
 
 
-def _reasons(
-    title: str,
-    rows: dict[tuple[str, str], dict[str, Any]],
-    chosen: Any,
-    detail: bool = True,
-    names: bool = True,
-) -> list[str]:
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (name, mode), row in sorted(rows.items()):
-        if chosen(row):
-            why = _reason(row) if detail else "in the last bits"
-            groups[mode, why].append(name)
-    if not groups:
+def _reasons(title: str, rows: dict[tuple[str, str], dict[str, Any]], detail: bool = True) -> list[str]:
+    if not rows:
         return []
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (name, mode), row in rows.items():
+        groups[mode, _reason(row) if detail else "in the last bits"].append(name)
     lines = [f"## {title}", "", "| way | reason | architectures |", "|---|---|---|"]
     for (mode, why), found in sorted(groups.items(), key=lambda item: -len(item[1])):
-        which = ": " + ", ".join(f"`{name}`" for name in found) if names else ""
+        which = ": " + ", ".join(f"`{name}`" for name in found) if detail else ""
         lines.append(f"| {TITLES.get(mode, 'plain PyTorch')} | {why} | {len(found)}{which} |")
     return [*lines, ""]
 

@@ -111,7 +111,7 @@ def _made(config: Config, model: nn.Module, sample: Sample) -> Plan:
 
 def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Plan, Cost | None]:
     """The plan with cost and timelines measured anew, and the cost without recomputation, if that was seen to fit; in turns."""
-    from hvd_ckpt.planning.plan import Cost, applied, thinned
+    from hvd_ckpt.planning.plan import Cost, applied
     from hvd_ckpt.utils.measure import undisturbed
 
     forms: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
@@ -126,8 +126,7 @@ def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Pla
             with form():
                 step.run()
                 # A first step allocates what later ones reuse, so the second one is measured.
-                peaks[name], timeline = step.peak()
-                timelines[name] = thinned(timeline)
+                peaks[name], timelines[name] = step.peak()
         say("timing")
         for number in range(ROUNDS):
             # Rounds begin with each in turn, so that a machine that slows down favours neither.
