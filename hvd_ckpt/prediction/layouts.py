@@ -405,6 +405,11 @@ def layouts(
     Raises:
         ValueError: an argument is invalid, or the model has no blocks.
     """
+    for name, value in (("batch", batch), ("ranks", 1 if ranks is None else ranks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a number from 1, not {value!r}")
+    if not tflops > 0:
+        raise ValueError(f"tflops must be > 0, not {tflops!r}")
     limit = parse_budget(memory)
     if limit.kind != "bytes":
         raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")

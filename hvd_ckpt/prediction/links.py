@@ -200,9 +200,8 @@ def _fitted(start: Callable[[int, str], int], barrier: float) -> tuple[float, fl
 def _line(run: Callable[[int], None]) -> tuple[float, float]:
     """Seconds of nothing and of each byte, by least squares of what the sizes take."""
     taken = [_median(lambda nbytes=nbytes: run(nbytes)) for nbytes in SIZES]  # type: ignore[misc]
-    weights = 1 / np.array(taken)  # relative errors: small messages count as large ones do
-    rows = np.stack((np.ones(len(SIZES)), np.array(SIZES, dtype=float)), axis=1)
-    base, unit = np.linalg.lstsq(rows * weights[:, None], np.array(taken) * weights, rcond=None)[0]
+    # By relative errors: small messages count as large ones do.
+    unit, base = np.polyfit(SIZES, taken, 1, w=1 / np.array(taken))
     return max(float(base), LEAST), max(float(unit), LEAST / SIZES[-1])
 
 

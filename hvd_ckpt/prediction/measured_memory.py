@@ -31,11 +31,13 @@ class Stretch(NamedTuple):
         phase: ``"forward"`` or ``"backward"``.
         activations: the most bytes of them during it.
         final: bytes of the gradients that are final at its start.
+        held: bytes of activations at its start.
     """
 
     phase: str
     activations: int
     final: int
+    held: int = 0
 
 
 def measure_step(step: Step) -> list[Stretch]:
@@ -61,9 +63,10 @@ def measure_step(step: Step) -> list[Stretch]:
     last = {id(parameter): number for number, parameter in enumerate(accumulated)}
     gradients = iter(enumerate(accumulated))
     stretches: list[Stretch] = []
-    final = 0
+    final = held = 0
     for mark in marks.marks:
-        stretches.append(Stretch("backward" if stretches else "forward", mark.peak_bytes, final))
+        stretches.append(Stretch("backward" if stretches else "forward", mark.peak_bytes, final, held))
+        held = mark.bytes
         if mark.name == "gradient":
             number, owner = next(gradients)
             # A gradient is final at its last accumulation; at earlier ones more is to come.

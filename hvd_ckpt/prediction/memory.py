@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.prediction.computation import as_part
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
-from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
+from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate, Moment
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.construction import check_stage
@@ -131,26 +130,6 @@ def estimate_memory(
     return averages.added_to(within_group, estimator.parameters.values(), estimator.place)
 
 
-@dataclass
-class _Moment:
-    """Bytes at one time of a step beyond those held all the time; Horovod's own threads hold ``received``."""
-
-    phase: str
-    activations: int = 0
-    gradients: int = 0
-    buckets: int = 0
-    received: int = 0
-    temporaries: int = 0
-
-    @property
-    def recorded(self) -> int:
-        return self.activations + self.gradients + self.buckets + self.temporaries
-
-    @property
-    def total(self) -> int:
-        return self.recorded + self.received
-
-
 class Estimator:
     """Estimates of a step of one rank for any number of ranks; what has to be measured is measured once.
 
@@ -192,9 +171,8 @@ class Estimator:
         self._cap_bytes = bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
         place = own if device is None else torch.device(device)
-        dtype = (
-            torch.bfloat16 if precision == "bf16-params" else None
-        )  # of parameters and inputs; else their own
+        # Of parameters and inputs; else their own.
+        dtype = torch.bfloat16 if precision == "bf16-params" else None
         with contextlib.nullcontext() if plan is None else applied(model, plan):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             self._units = [
@@ -345,15 +323,22 @@ class Estimator:
         weights: WireFormat,
         activations: int,
         micro_batches: int,
-    ) -> list[_Moment]:
+    ) -> list[Moment]:
         """Forward and backward pass: measured activations, and what gradients and gathered parameters take beside them."""
         whole = sum(group.nbytes for group in trained)
         travelling = trained if stage < 3 else [group for unit in units[:-1] for group in unit] or trained
         sizes = [group.padded_bytes for group in travelling]
+        # Groups leave from the last one to the first, the rest of stage 3 at the end.
+        leaving = [
+            group for unit in (*units[-2::-1], *units[-1:]) for group in unit if group.requires_grad
+        ] or trained
+        ends = list(accumulate(group.nbytes for group in leaving))
         moments = []
+        before = 0
         for stretch in self._stretches:
             final = min(stretch.final, whole)
-            moment = _Moment(stretch.phase, stretch.activations + activations)
+            moment = Moment(stretch.phase, stretch.activations + activations)
+            known = len(moments)
             moments.append(moment)
             if stage < 2 and ranks == 1:
                 moment.gradients = final
@@ -377,12 +362,23 @@ class Estimator:
                     encoded = on_way * sum(_wire_bytes(group, wire) for group in trained) // whole
                     moment.received = encoded
                     moment.buckets += encoded if any(wire.changes(group.dtype) for group in trained) else 0
+                for group, end in zip(leaving, ends):
+                    if (
+                        before < end <= final
+                    ):  # it is packed into a buffer, beside its gradients and another group in flight
+                        nbytes = group.padded_bytes
+                        others = min(end - group.nbytes, max(max(sizes), SMALL_BYTES - nbytes))
+                        arrived = reduced if micro_batches > 1 else (end - group.nbytes) * reduced // whole
+                        held = stretch.held + activations
+                        moments.append(Moment(stretch.phase, held, arrived, group.nbytes + nbytes + others))
+            before = final
             if stage == 3:
-                self._gather(moment, units, weights, whole - final)
+                for one in moments[known:]:
+                    self._gather(one, units, weights, whole - final)
         return moments
 
     @staticmethod
-    def _gather(moment: _Moment, units: Sequence[Sequence[Group]], wire: WireFormat, left: int) -> None:
+    def _gather(moment: Moment, units: Sequence[Sequence[Group]], wire: WireFormat, left: int) -> None:
         """Adds the parameters that stage 3 gathers: the last unit all the time, and one of the others with the next ahead of it;
         in the backward pass no more than those whose gradients are ``left``."""
         *others, rest = [sum(group.padded_bytes for group in unit) for unit in units]
@@ -392,7 +388,7 @@ class Estimator:
 
     def _step(
         self, stage: int, trained: Sequence[Group], weights: WireFormat, offload: str | None, reduced: int
-    ) -> list[_Moment]:
+    ) -> list[Moment]:
         """The optimizer's step, and the gathers after it."""
         halves = [group for group in trained if stage and group.dtype in HALF]
         # Masters.follow() makes a rounded copy of 2 bytes for each element, and a bool.
@@ -414,11 +410,11 @@ class Estimator:
             elif memory.at_once:
                 stepped = sum(own)
             temporaries = max(temporaries, round(each * stepped))
-        moments = [_Moment("step", gradients=gradients, temporaries=max(temporaries, compared))]
+        moments = [Moment("step", gradients=gradients, temporaries=max(temporaries, compared))]
         if stage in (1, 2) and trained and trained[0].ranks > 1:
             received = _in_flight([_wire_bytes(group, weights) for group in trained])
             encoded = 0 if weights is FP32 else received // trained[0].ranks
-            moments.append(_Moment("gather", gradients=gradients, buckets=encoded, received=received))
+            moments.append(Moment("gather", gradients=gradients, buckets=encoded, received=received))
         return moments
 
 

@@ -123,6 +123,26 @@ class MemoryEstimate:
         return self.table()
 
 
+@dataclass
+class Moment:
+    """Bytes at one time of a step beyond those held all the time; Horovod's own threads hold ``received``."""
+
+    phase: str
+    activations: int = 0
+    gradients: int = 0
+    buckets: int = 0
+    received: int = 0
+    temporaries: int = 0
+
+    @property
+    def recorded(self) -> int:
+        return self.activations + self.gradients + self.buckets + self.temporaries
+
+    @property
+    def total(self) -> int:
+        return self.recorded + self.received
+
+
 DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None, "wire": "fp32"}
 
 
@@ -141,6 +161,8 @@ class LocalMemory:
     """
 
     def __init__(self, ranks: int, options: Mapping[str, Any]) -> None:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"local must be a dict of arguments of LocalSGD, not {options!r}")
         for name in options:
             if name not in DEFAULTS:
                 raise ValueError(unknown("argument of local", name, sorted(DEFAULTS)))
@@ -152,6 +174,8 @@ class LocalMemory:
             raise ValueError(f"local: {error}") from None
         if type(group) is not int or group < 1 or ranks % group:
             raise ValueError(f"local: within={group!r} does not divide np={ranks}")
+        if given["outer"] is not None and not callable(given["outer"]):
+            raise ValueError(f"local: outer must make an optimizer of parameters, not {given['outer']!r}")
         self.group: int = group
         self._ranks, self._fragments = ranks, fragments
         self._outer, self._wire = given["outer"], wire_format(given["wire"])
@@ -162,12 +186,7 @@ class LocalMemory:
     def added_to(
         self, step: MemoryEstimate, parameters: Collection[torch.Tensor], device: torch.device
     ) -> MemoryEstimate:
-        """The estimate of a step within a group, with the averages.
-
-        Args:
-            parameters: parameters of the model.
-            device: where the outer optimizer is tried out.
-        """
+        """The estimate of a step within a group, with the averages; the outer optimizer is tried out on the device."""
         trained: Counter[torch.dtype] = Counter()
         for parameter in parameters:
             if parameter.requires_grad:

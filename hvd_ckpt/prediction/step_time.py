@@ -103,11 +103,7 @@ class StepTime:
         self.computing += seconds
 
     def launch(self, kind: Kind, nbytes: int, after: float = 0.0) -> float:
-        """Launches a collective or message; returns when it ends.
-
-        Args:
-            after: the end of another one, whose result it sends.
-        """
+        """Launches a collective or message, ``after`` another one whose result it sends; returns when it ends."""
         cost, ready = self._cost(kind, nbytes), max(self.now, after)
         if kind in ("message", "exchange"):  # travel beside the collectives
             end = self._link = max(ready, self._link) + cost.seconds
@@ -371,9 +367,8 @@ class ModelSizes:
             # Two runs are under way at a time: one is added up while the one before is gathered.
             step.wait(*gathers[-2:-1], scattered)
             gathers.append(step.launch("all_gather", group.padded_bytes))
-        step.wait(
-            *gathers[-2:], step.launch("all_gather", numbers)
-        )  # the distances of the ranks from the mean
+        # Last the distances of the ranks from the mean.
+        step.wait(*gathers[-2:], step.launch("all_gather", numbers))
 
     def _stages(self, step: StepTime, way: str, layout: TrainingLayout) -> None:
         """The stage that ends last, the first: what it computes and waits for, then a message for each other stage, twice."""

@@ -62,6 +62,23 @@ def fitting(rows: list[LayoutRow]) -> list[LayoutRow]:
     return [row for row in rows if row.fits]
 
 
+def by_name(rows: list[LayoutRow]) -> dict[str, LayoutRow]:
+    return {str(row.layout): row for row in rows}
+
+
+def run(*words: object, file: Path | None = None, status: int = 0) -> str:
+    """What the command prints for these options and values, by default of a small model, on four ranks."""
+    given: dict[object, object] = {"--memory": "1GiB", "--ranks": 4}
+    given |= {} if file else {"--model": "gpt-tiny", "--batch": 32}
+    given |= dict(zip(words[::2], words[1::2]))
+    flags = [str(word) for pair in given.items() if pair[1] != "" for word in pair if word is not None]
+    result = CliRunner().invoke(command, [*([str(file)] if file else []), *flags])
+    assert result.exit_code == status, result.output
+    if status == 2:
+        assert result.output.strip().splitlines()[-1].startswith("Error: ")
+    return result.output
+
+
 def test_rows_that_fit_stay_within_the_memory_and_the_fastest_is_first() -> None:
     rows = job(400).rows()
     fit = fitting(rows)
@@ -78,10 +95,7 @@ def test_rows_that_fit_stay_within_the_memory_and_the_fastest_is_first() -> None
 def test_less_memory_is_never_faster_and_recomputes_more() -> None:
     found = [job(memory).rows()[0] for memory in (2000, 400, 150)]
     assert [row.seconds for row in found] == sorted(row.seconds for row in found)
-    plain = [
-        next(row for row in job(memory).rows() if str(row.layout) == "data parallel")
-        for memory in (2000, 170)
-    ]
+    plain = [by_name(job(memory).rows())["data parallel"] for memory in (2000, 170)]
     assert plain[0].fits and plain[1].fits
     assert plain[0].recomputing == 0 < plain[1].recomputing
     assert plain[0].budget is None and plain[1].budget is not None
@@ -116,10 +130,10 @@ def test_slow_links_between_hosts_are_the_limit_and_stages_send_less_over_them()
     )
     slow = job(4000, network=Network(local=4, bandwidth=1e7))
     assert fast.rows()[0].limit == "computation"
-    one = {str(row.layout): row for row in slow.rows()}
-    assert one["data parallel"].limit == "link"
-    assert slow.rows()[0].layout.stages > 1
-    assert slow.rows()[0].seconds < one["data parallel"].seconds
+    rows = slow.rows()
+    plain = by_name(rows)["data parallel"]
+    assert plain.limit == "link"
+    assert rows[0].layout.stages > 1 and rows[0].seconds < plain.seconds
 
 
 def test_parts_of_layers_stay_within_a_host() -> None:
@@ -136,7 +150,7 @@ def test_layouts_that_change_results_are_asked_for() -> None:
     )
     assert all(row.layout.wire == "fp32" and not row.layout.every for row in exact)
     assert all(row.layout.wire == "int8" or row.layout.every for row in others)
-    of = {str(row.layout): row for row in [*exact, *others]}
+    of = by_name([*exact, *others])
     assert of["local SGD, every 50"].seconds < of["data parallel"].seconds / 10
     rounded, whole = of["shard gradients, wire int8"], of["shard gradients"]
     assert whole.seconds / 4 < rounded.seconds < whole.seconds / 2
@@ -145,14 +159,10 @@ def test_layouts_that_change_results_are_asked_for() -> None:
 def test_processors_that_collectives_share_with_computation_hide_nothing() -> None:
     whole = job(4000, network=Network(local=4, bandwidth=1e9))
     alone, crowded, busy = (
-        dataclasses.replace(whole, sharing=Sharing(*shared))
+        by_name(dataclasses.replace(whole, sharing=Sharing(*shared)).rows())["shard parameters"].seconds
         for shared in ((1.0, 1.0), (2.0, 1.0), (1.0, 0.0))
     )
-    seconds = [
-        {str(row.layout): row.seconds for row in each.rows()}["shard parameters"]
-        for each in (alone, crowded, busy)
-    ]
-    assert seconds[0] < min(seconds[1:])
+    assert alone < min(crowded, busy)
 
 
 def test_counted_computation_is_near_the_measured_one(quick_planner: None) -> None:
@@ -236,14 +246,22 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
 
     rows = hc.layouts(model, make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
     assert [row.layout for row in rows] == [row.layout for row in job(400).rows()]
-    with pytest.raises(ValueError, match="memory must be bytes"):
-        hc.layouts(model, make_sample, batch=64, memory="80%", ranks=8)
+    for wrong, says in (
+        ({"memory": "80%"}, "memory must be bytes"),
+        ({"ranks": 0}, "ranks must be a number from 1, not 0"),
+        ({"batch": 2.5}, r"batch must be a number from 1, not 2\.5"),
+        ({"tflops": 0}, "tflops must be > 0, not 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hc.layouts(model, make_sample, **{"batch": 64, "memory": "400MiB", "ranks": 8, **wrong})
+
+
+CLUSTER = Settings(memory="1GiB", ranks=4, local=2)
 
 
 def rows_of(**settings: Any) -> dict[str, LayoutRow]:
     config = Config("gpt-tiny", sequence_length=32, **settings)
-    cluster = Settings(memory="1GiB", ranks=4, local=2)
-    return {str(row.layout): row for row in job_of(config, 32, 1 << 30, cluster, print).rows()}
+    return by_name(job_of(config, 32, 1 << 30, CLUSTER, print).rows())
 
 
 def test_all_that_changes_the_memory_of_a_step_counts() -> None:
@@ -277,44 +295,26 @@ def test_frozen_parameters_and_batch_norms_are_those_of_the_run(
     model, _ = first_step(config, torch.device("cpu"))
     assert isinstance(model[1], SyncBatchNorm)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False] * 2 + [True] * 4
-    given = ["--model", "own_norms:make", "--batch", "16", "--memory", "64MiB", "--ranks", "2"]
-    given += ["--freeze", "0.*", "--batch-norm", "synchronized"]
-    result = CliRunner().invoke(command, given)
-    assert result.exit_code == 0, result.output
+    own = ["--model", "own_norms:make", "--freeze", "0.*", "--batch-norm", "synchronized"]
+    run("--batch", 16, "--memory", "64MiB", "--ranks", 2, *own)
 
 
-def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
+def test_the_command_writes_settings_of_the_best(tmp_path: Path) -> None:
     file = tmp_path / "best.yaml"
-    given = ["--model", "gpt-tiny", "--batch", "32", "--memory", "1GiB", "--ranks", "4", "--local", "2"]
-    result = CliRunner().invoke(command, [*given, "--tflops", "1", "--output", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "Best:" in result.output and "horovodrun -np 4 hvd-ckpt train --model gpt-tiny" in result.output
+    output = run("--local", 2, "--tflops", 1, "--output", file)
+    assert "Best:" in output and "horovodrun -np 4 hvd-ckpt train --model gpt-tiny" in output
     settings = yaml.safe_load(file.read_text())
     assert settings["model"] == "gpt-tiny"
     replicas = 4 // settings.get("pipeline", 1) // settings.get("tensor", 1)
     assert settings["batch"] * replicas == 32
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "these change results" not in result.output
-    assert "these change results" in CliRunner().invoke(command, [*given, "--inexact"]).output
+    assert "these change results" not in output
+    assert "these change results" in run("--local", 2, "--inexact", None)
 
 
-def test_a_plan_within_the_memory_keeps_results(tmp_path) -> None:
-    file = tmp_path / "best.yaml"
-    given = [
-        "--model",
-        "gpt-tiny",
-        "--batch",
-        "32",
-        "--memory",
-        "40MiB",
-        "--ranks",
-        "2",
-        "--output",
-        str(file),
-    ]
-    result = CliRunner().invoke(command, given)
-    assert result.exit_code == 0, result.output
-    budget = Config.make(yaml.safe_load(file.read_text())).budget
+def test_a_plan_within_the_memory_keeps_results(tmp_path: Path) -> None:
+    run("--memory", "40MiB", "--ranks", 2, "--output", tmp_path / "best.yaml")
+    budget = Config.make(yaml.safe_load((tmp_path / "best.yaml").read_text())).budget
     assert budget is not None and not budget.chunk_head
 
 
@@ -329,8 +329,7 @@ def test_a_plan_within_the_memory_keeps_results(tmp_path) -> None:
 )
 def test_what_settings_do_not_allow_is_left_out(settings: dict[str, Any], gone: str) -> None:
     config = Config("gpt-tiny", sequence_length=32, **settings)
-    cluster = Settings(memory="1GiB", ranks=4, local=2)
-    found = job_of(config, 32, 1 << 30, cluster, print)
+    found = job_of(config, 32, 1 << 30, CLUSTER, print)
     rows = allowed(config, found, found.rows())
     left = [row for row in found.rows() if row not in rows]
     assert rows and left and all(re.search(gone, str(row.layout)) for row in left)
@@ -343,19 +342,17 @@ def test_what_settings_do_not_allow_is_left_out(settings: dict[str, Any], gone: 
 
 def test_settings_that_no_layout_allows_are_an_error() -> None:
     config = Config("gpt-tiny", sequence_length=32, local=4)
-    found = job_of(config, 2, 1 << 30, Settings(memory="1GiB", ranks=4, local=2), print)
+    found = job_of(config, 2, 1 << 30, CLUSTER, print)
     with pytest.raises(ConfigError, match="local 4 cannot be used with pipeline 2"):
         allowed(config, found, found.rows())
 
 
-def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path) -> None:
+def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(
         "model: gpt-tiny\nbatch: 8\nsequence_length: 32\noptimizer: sgd\nlr: 0.1\nshard: parameters\n"
     )
     out = tmp_path / "best.yaml"
-    given = [str(tmp_path / "train.yaml"), "--memory", "1GiB", "--ranks", "4", "--output", str(out)]
-    result = CliRunner().invoke(command, given)
-    assert result.exit_code == 0 and "4 ranks, 32 samples" in result.output, result.output
+    assert "4 ranks, 32 samples" in run("--output", out, file=tmp_path / "train.yaml")
     settings = yaml.safe_load(out.read_text())
     assert (settings["lr"], settings["optimizer"], settings["sequence_length"]) == (0.1, "sgd", 32)
     assert Config.make(settings).model == "gpt-tiny"
@@ -378,11 +375,7 @@ def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path) -> Non
     ],
 )
 def test_what_is_wrong_is_one_line_with_status_2(arguments, message) -> None:
-    given = {"--model": "gpt-tiny", "--batch": "32", "--memory": "1GiB", "--ranks": "4"}
-    given |= dict(zip(arguments[::2], arguments[1::2]))
-    result = CliRunner().invoke(command, [word for pair in given.items() for word in pair if pair[1]])
-    assert result.exit_code == 2 and message in result.output
-    assert result.output.strip().splitlines()[-1].startswith("Error: ")
+    assert message in run(*arguments, status=2)
 
 
 @pytest.mark.parametrize(
@@ -396,10 +389,7 @@ def test_what_is_wrong_in_a_file_is_one_line_with_status_2(
     tmp_path: Path, file: str, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "train.yaml").write_text(f"model: gpt-tiny\n{file}\n")
-    given = [str(tmp_path / "train.yaml"), "--memory", "1GiB", "--ranks", "2", *arguments]
-    result = CliRunner().invoke(command, given)
-    assert result.exit_code == 2 and message in result.output
-    assert result.output.strip().splitlines()[-1].startswith("Error: ")
+    assert message in run("--ranks", 2, *arguments, file=tmp_path / "train.yaml", status=2)
 
 
 def test_an_optimizer_that_is_not_elementwise_is_whole_on_each_rank() -> None:
@@ -411,16 +401,10 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch) -> None:
     (tmp_path / "own_layouts.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    given = ["--model", "own_layouts:make", "--batch", "16", "--memory", "64MiB", "--ranks", "2"]
-    result = CliRunner().invoke(command, given)
-    assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(command, ["--model", "own_layouts:no_chain", *given[2:]])
-    assert result.exit_code == 2
-    assert (
-        result.output.strip()
-        .splitlines()[-1]
-        .startswith("Error: --ranks 2: a layout cannot be predicted, since")
-    )
+    given = ["--batch", 16, "--memory", "64MiB", "--ranks", 2]
+    run(*given, "--model", "own_layouts:make")
+    output = run(*given, "--model", "own_layouts:no_chain", status=2)
+    assert "Error: --ranks 2: a layout cannot be predicted, since" in output
 
 
 def test_a_layout_ends_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,8 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
             "wire must be one of 'fp32', 'fp16', 'bf16', 'int8', 'int4', not 'int3'",
         ),
         ((2,), {"local": {"evry": 4}}, "no argument of local 'evry': did you mean 'every'?"),
+        ((2,), {"local": 5}, "local must be a dict of arguments of LocalSGD, not 5"),
+        ((2,), {"local": {"outer": 3}}, "outer must make an optimizer of parameters, not 3"),
         ((2,), {"local": {"delay": 101}}, "delay=101 must be at most every=100"),
         ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
