@@ -173,6 +173,7 @@ class ShardReducer(Machine):
         # What has come since a gradient was dropped leaves when all that had left before is taken out.
         parts = [None if gradient.state is DROPPED else gradient.unsent for gradient in own]
         flat, used = self._pack(group, parts)
+        del parts  # before there is memory for what arrives
         number = self._schedule.launched[group.position]
         for index in used:
             self._rounds[index] = number
