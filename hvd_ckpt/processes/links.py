@@ -116,6 +116,8 @@ class MpiLink:
         while time.monotonic() < end and not all(request.Test() for request in left):
             pass
 
+    leave = fail  # of a process that does not end
+
 
 class GlooLink:
     """The same over PyTorch's Gloo, and within a host over ``near``, which needs no thread beside the one that computes.
@@ -149,6 +151,11 @@ class GlooLink:
 
     def fail(self, reason: str) -> None:
         """The connections say it when this process ends."""
+
+    def leave(self, reason: str) -> None:
+        """Closes the connections, as the others notice an error of a process that does not end."""
+        self._near.close()
+        self._group = None  # whose end closes them, once no request is left
 
 
 def _parts(memory: Tensor) -> list[Tensor]:

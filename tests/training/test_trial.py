@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 
 from hvd_ckpt.app.training import trial
 from hvd_ckpt.app.training.trainer import Trainer
+from hvd_ckpt.data.objectives import NextOrHiddenToken
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.snapshots import Snapshots
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -79,12 +83,37 @@ def test_a_request_to_stop_ends_all_trials(
     assert isinstance(found[0], trial.Trial) and found[1:] == [trial.NOT_TRIED] * 2
 
 
-def test_a_candidate_for_which_one_rank_has_no_memory_is_refused(before_step: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "in_round"), [({}, 0), ({}, 1), ({"pipeline": 2}, 0), ({"tensor": 2}, 0)], ids=str
+)
+def test_a_candidate_for_which_one_rank_has_no_memory_is_refused(
+    before_step: Any, layout: dict[str, int], in_round: int
+) -> None:
+    """Also if it had enough in an earlier round."""
+    trained: list[Any] = []
+
     def fail(trainer: Trainer) -> None:
-        if trainer.config.batch == 2 and trainer.progress.step == 1 and hvd.rank() == 1:
+        if trainer.config.batch != 2:
+            return
+        if trainer.progress.step == 0:
+            assert not any(model() for model in trained), "the model of a trial is still there"
+            trained.append(weakref.ref(trainer.model))
+        if (trainer.progress.step, len(trained), current().number) == (1, 1 + in_round, 1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     before_step(fail)
-    candidates = [{**SETTINGS, "batch": batch} for batch in (1, 2)]
+    candidates = [{**SETTINGS, "batch": batch, **layout} for batch in (1, 2)]
     found = trial.compared(candidates, [0, 0], 1 << 40, lambda settings: None, steps=1)
     assert isinstance(found[0], trial.Trial) and found[1] == trial.OUT_OF_MEMORY
+
+
+def test_a_candidate_whose_loss_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = NextOrHiddenToken.loss
+    monkeypatch.setattr(
+        NextOrHiddenToken,
+        "loss",
+        lambda self, output, batch: loss(self, output, batch) * (math.nan if len(batch) == 2 else 1.0),
+    )
+    candidates = [{**SETTINGS, "batch": batch} for batch in (2, 1)]
+    found = trial.compared(candidates, [0, 0], 1 << 40, lambda settings: None, steps=1)
+    assert "step 1: the loss is nan on rank 0" in str(found[0]) and isinstance(found[1], trial.Trial)

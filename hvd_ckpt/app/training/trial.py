@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import statistics
 import tempfile
@@ -16,11 +17,13 @@ import torch
 
 from hvd_ckpt.app.training.build import assemble_in_turn
 from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.ending import FATAL_ERRORS
 from hvd_ckpt.app.training.model import device_of
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.utils.memory import bytes_alive, memory_of_tensors, memory_since, recording_peak
 
 RECORDED = 3  # the first steps, which recording slows down: a first one allocates what later ones use again
@@ -30,17 +33,9 @@ SECONDS = 45.0  # of all trials, after which no further round begins
 NOT_TRIED = "it was not tried"
 OUT_OF_MEMORY = "out of memory"
 OTHERS = (  # settings of what is not in a step
-    "callback",
-    "dry_run",
-    "epochs",
-    "eval_every",
-    "patience",
-    "profile",
-    "resume",
-    "snapshot_every",
-    "tensorboard",
+    "callback", "dry_run", "epochs", "eval_every", "patience", "profile", "resume", "snapshot_every", "tensorboard",
     "warmup",
-)
+)  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -76,6 +71,8 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
         ConfigError: the settings do not fit; raised on every rank.
         KeyboardInterrupt: a signal has stopped it; raised on every rank.
     """
+    # Hooks and parameters of the trainer before refer to each other, so only the collector frees its memory.
+    gc.collect()
     stages, tensor = settings.get("pipeline", 1), settings.get("tensor", 1)
     if hvd.is_initialized() and (current().stages, current().tensor) != (stages, tensor):
         hvd.shutdown()
@@ -136,24 +133,31 @@ def compared(
             for number in running[:: -1 if rounds % 2 else 1]:
                 say(candidates[number])
                 try:
-                    seconds, peak = trial(candidates[number], steps, plans)
-                except ValueError as error:
+                    tried = trial(candidates[number], steps, plans)
+                except (ValueError, *FATAL_ERRORS) as error:
                     refused[number] = str(error)
-                    continue
-                except (torch.OutOfMemoryError, hvd.HorovodInternalError):
-                    # A rank may be alone with it. Where Horovod ends on one, the others wait for it no longer.
-                    if current().size > 1:
-                        hvd.shutdown()
-                        runtime.init()
+                except (torch.OutOfMemoryError, hvd.HorovodInternalError, StageFailed):
                     refused[number] = OUT_OF_MEMORY
-                    continue
-                before = found.get(number, Trial(seconds, 0))
-                peak += unrecorded[number]
-                found[number] = Trial(min(seconds, before.seconds), max(peak, before.peak))
-            within = [number for number in running if number in found and found[number].peak <= memory]
+                else:
+                    seconds, peak = found.get(number, tried)
+                    peak = max(peak, tried.peak + unrecorded[number])
+                    found[number] = Trial(min(seconds, tried.seconds), peak)
+                if refused.get(number) == OUT_OF_MEMORY and current().size > 1:
+                    _start_anew()
+            within = [number for number in running if number not in refused and found[number].peak <= memory]
             running = sorted(within, key=lambda number: found[number].seconds)
             del running[max(LEAST, len(within) // 2) :]
             late = of_first_process(time.perf_counter() - start > SECONDS, "hvd_ckpt.trial.late")
             if late or len(running) < 2:
                 break
-    return [found.get(number) or refused.get(number, NOT_TRIED) for number in range(len(candidates))]
+    results: dict[int, Trial | str] = {**found, **refused}
+    return [results.get(number, NOT_TRIED) for number in range(len(candidates))]
+
+
+def _start_anew() -> None:
+    """Starts Horovod again after an error that a rank may be alone with: where its links end, others wait for it no longer."""
+    gc.collect()  # requests of messages, which hold connections
+    if (link := current().link) is not None:
+        link.leave(OUT_OF_MEMORY)
+    hvd.shutdown()
+    runtime.init()
