@@ -65,21 +65,10 @@ def losses_of(run: Path) -> list[tuple[int, float]]:
 
 
 def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path: Path) -> None:
-    settings = {
-        "model": "gpt-tiny",
-        "model-options": {"width": 32, "layers": 2, "heads": 2},
-        "data": f"text:{text}",
-        "sequence-length": 16,
-        "steps": 99,
-        "batch": 4,
-        "accumulate": 2,
-        "lr": 1e-3,
-        "optimizer-options": {"eps": "1e-6"},
-        "log-every": 10,
-        "snapshot-every": 10,
-        "keep-snapshots": 9,
-        "tensorboard": True,
-    }
+    settings = {"model": "gpt-tiny", "model-options": {"width": 32, "layers": 2, "heads": 2}}
+    settings |= {"data": f"text:{text}", "sequence-length": 16, "steps": 99, "batch": 4, "accumulate": 2}
+    settings |= {"lr": 1e-3, "optimizer-options": {"eps": "1e-6"}, "tensorboard": True}
+    settings |= {"log-every": 10, "snapshot-every": 10, "keep-snapshots": 9}
     file, run = tmp_path / "run.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(settings))
     flags = ["--steps", "30", "--precision", "bf16", "--segments", "2", "--output", str(run)]
@@ -138,10 +127,21 @@ def test_a_run_logs_its_first_step_its_perplexity_and_the_peak_its_budget_is_abo
     assert f"step's peak {peak} of {budget} budgeted  0:00:" in result.stderr
 
 
-def test_ctrl_c_prints_what_happened(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number", "words"),
+    [
+        ([], signal.SIGINT, r"Ctrl-C \(SIGINT\)"),
+        ([*HOROVODRUN, "-np", "2", "--gloo"], signal.SIGTERM, "SIGTERM"),
+    ],
+    ids=["alone", "launcher"],
+)
+def test_a_signal_prints_what_happened(
+    launcher: list[str], number: signal.Signals, words: str, text: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
+    command = [*launcher, *COMMAND, *SMALL, f"--data=text:{text}", "--batch=2", "--steps=1000000"]
     with subprocess.Popen(
-        [*COMMAND, *SMALL, f"--data=text:{text}", "--batch=2", "--steps=1000000", f"--output={run}"],
+        [*command, f"--output={run}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -153,14 +153,15 @@ def test_ctrl_c_prints_what_happened(text: Path, tmp_path: Path) -> None:
         before = []
         for line in process.stderr:
             before.append(line)
-            if re.match(r"step +1/", line):
+            if re.search(r"step +1/", line):
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=100)
-    assert process.returncode == 130, "".join(before) + errors
-    said = r"stopped by Ctrl-C \(SIGINT\), with a snapshot, after \d+ steps: (.*)\n"
-    assert re.findall(said, output) == [str(run)], output
-    assert list((run / "snapshots").glob("step-*"))
+    assert process.returncode == (1 if launcher else 130), "".join(before) + errors
+    said = rf"stopped by {words}, with a snapshot, after \d+ steps: (.*)\n.*snapshot: (.*); to resume: (.*)\n"
+    ((folder, snapshot, resume),) = re.findall(said, output)
+    assert folder == str(run) and resume == f"hvd-ckpt train --resume {run}"
+    assert [Path(snapshot)] == list((run / "snapshots").glob("step-*"))
 
 
 @pytest.mark.parametrize("variable", RANK_VARIABLES)

@@ -7,7 +7,9 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -34,9 +36,11 @@ def run(config: Config) -> None:
     from hvd_ckpt.app.training import elastic
     from hvd_ckpt.app.training.ending import exit_handler, exit_now
     from hvd_ckpt.app.training.summary import DryRun
+    from hvd_ckpt.collectives.agreement import of_first_process
     from hvd_ckpt.processes import runtime, watchdog
     from hvd_ckpt.processes.grid import current
     from hvd_ckpt.processes.stopping import in_words, status_of
+    from hvd_ckpt.snapshots.folder import name_of
 
     with exit_handler():
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
@@ -56,8 +60,16 @@ def run(config: Config) -> None:
         end = "ended early" if outcome.ended_early else "done"
         if outcome.stopped:
             end = f"stopped by {in_words(outcome.stopped)}, with a snapshot,"
-        click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
+        with contextlib.suppress(OSError):  # a launcher may be gone
+            click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
+            if outcome.stopped:
+                snapshot = outcome.folder / "snapshots" / name_of(outcome.steps)
+                click.echo(
+                    f"snapshot: {snapshot}; to resume: hvd-ckpt train --resume {shlex.quote(str(outcome.folder))}"
+                )
     if outcome.stopped:
+        # When one rank has exited, a launcher ends the others, so all wait until the first one has said it.
+        of_first_process(None, "hvd_ckpt.train.stopped")
         # Everything is written, and a launcher may give no time for the interpreter's own end.
         hvd.shutdown()
         exit_now(status_of(outcome.stopped))

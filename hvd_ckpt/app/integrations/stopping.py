@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives.agreement import of_all_processes
-from hvd_ckpt.processes.stopping import StopRequest, status_of
+from hvd_ckpt.processes.stopping import StopRequest, in_words, status_of
 
 
 class Stopped(SystemExit):
@@ -59,5 +59,6 @@ class Stopping:
         self.end()
         hc.barrier()
         if hc.rank() == 0:
-            print(f"Stopped by {reason}; to resume: {where}", file=sys.stderr, flush=True)
+            print(f"Stopped by {in_words(str(reason))}; to resume: {where}", file=sys.stderr, flush=True)
+        hc.barrier()  # when one rank has exited, a launcher ends the others
         raise Stopped(status_of(reason))

@@ -163,30 +163,27 @@ def exit_handler() -> Iterator[None]:
     except (SystemExit, ConfigError):
         raise
     except KeyboardInterrupt as error:
-        if current().number == 0:
-            with contextlib.suppress(OSError, ValueError):
-                print(str(error) or "interrupted", file=sys.stderr, flush=True)
-        exit_now(130)
+        exit_now(130, (str(error) or "interrupted") if current().number == 0 else "")
     # Everything else ends the process here. Python's own end would wait for Horovod, which waits for the other ranks.
     except BaseException as error:
         missing = explain_import_error(error) if isinstance(error, ImportError) else None
-        if missing or isinstance(error, FATAL_ERRORS):
-            # Of one pipeline stage, or of one group of local SGD, the first rank shows it.
-            of_some = error.first if isinstance(error, WeightsDiffer) else None
-            shows = current().number == 0 if of_some is None else of_some
-            # Once a rank has exited, the launcher ends the others, so they leave the first rank time to show the error.
-            if not shows:
-                time.sleep(MOMENT)
-            if missing or shows:
-                with contextlib.suppress(OSError, ValueError):
-                    print(f"Error: {missing or error}", file=sys.stderr, flush=True)
-        else:
+        if not missing and not isinstance(error, FATAL_ERRORS):
             uncaught.show(error)
-        exit_now(2 if missing else 1)
+            exit_now(1)
+        # Of one pipeline stage, or of one group of local SGD, the first rank shows it.
+        of_some = error.first if isinstance(error, WeightsDiffer) else None
+        shows = current().number == 0 if of_some is None else of_some
+        # Once a rank has exited, the launcher ends the others, so they leave the first rank time to show the error.
+        if not shows:
+            time.sleep(MOMENT)
+        exit_now(2 if missing else 1, f"Error: {missing or error}" if missing or shows else "")
 
 
-def exit_now(status: int) -> NoReturn:
-    """Exits this process without the interpreter's own clean-up."""
+def exit_now(status: int, text: str = "") -> NoReturn:
+    """Exits this process without the interpreter's own clean-up, after a text on stderr."""
+    if text:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
