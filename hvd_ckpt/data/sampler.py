@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import horovod.torch as hvd
 import numpy
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator
 from hvd_ckpt.data.objectives import Batch
@@ -65,15 +63,21 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         samples = dataset if isinstance(dataset, int) else len(dataset)
         if samples < 1:
             raise ValueError("the data set has no samples: give at least one")
-        for name, value in (("batch_size", batch_size), ("epochs", 1 if epochs is None else epochs)):
+        optional = {"epochs": epochs, "num_replicas": num_replicas}
+        given = {name: value for name, value in optional.items() if value is not None}
+        for name, value in {"batch_size": batch_size, **given}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a number from 1, got {value!r}")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed must be a number from 0 to 2**63 - 1, got {seed!r}")
-        if rank is not None and not 0 <= rank < (hvd.size() if num_replicas is None else num_replicas):
-            raise ValueError(f"rank must be from 0 to num_replicas - 1, got {rank} of {num_replicas}")
         self.samples, self.seed, self.epochs = samples, seed, epochs
         self.batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
+        # This rank of the job may be none of as many.
+        is_given = rank is not None or (num_replicas is not None and hvd.is_initialized())
+        if is_given and not 0 <= self.rank < self.num_replicas:
+            raise ValueError(
+                f"rank must be from 0 to num_replicas - 1, got {self.rank} of {self.num_replicas}"
+            )
         self.length = None if epochs is None else samples * epochs
         self.position = 0
         self._shuffle = shuffle
@@ -123,7 +127,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         """Resumes from a position, with any number of ranks.
 
         Raises:
-            ValueError: the position is for another number of samples or another order.
+            ValueError: the position is for another number of samples or another order, or is not one.
         """
         for name, here in self.state_dict().items():
             if name != "position" and state.get(name, here) != here:
@@ -131,7 +135,12 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
                     f"DistributedSampler: the state is of {name} {state[name]!r}, and here it is {here}: give the same data, seed "
                     "and shuffle"
                 )
-        self.position = state["position"]
+        position = state.get("position")
+        if type(position) is not int or position < 0:
+            raise ValueError(
+                f"DistributedSampler: the state has the position {position!r}, which must be a number from 0"
+            )
+        self.position = position
 
     def part(self, position: int, count: int, rank: int, size: int) -> tuple[list[int], list[int]]:
         """One rank's part of the global batch at a position.
@@ -229,15 +238,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         sampler.load_state_dict(state)
 
 
-class Loader:
-    """Iterator over ``(batch, samples)``: the parts of a rank of each global batch, to the end of the sampler's sequence.
+def batches_of_rank(
+    dataset: Dataset,
+    sampler: DistributedSampler,
+    batch: int,
+    rank: int,
+    size: int,
+    position: int = 0,
+    parts: int = 1,
+) -> Generator[tuple[list[tuple[Batch, int]], int], None, None]:
+    """The parts of a rank of each global batch, to the end of the sampler's sequence, and the position after them.
+
+    A part is ``(batch, samples)``, where ``samples`` is the length of the batch. It is 0 for a part that gets no sample of a short
+    last global batch. Such a part has the first sample of the global batch, so that it can take part in the step, with a weight of
+    0.
 
     A thread loads the next two batches while the model computes the current one. (A process beside Horovod would have to import
-    everything again.) ``samples`` is the length of the batch. It is 0 for a part that gets no sample of a short last global batch.
-    Such a part has the first sample of the global batch, so that it can take part in the step, with a weight of 0.
-
-    The loader is a context manager; :meth:`close` ends the thread. An error in the thread is raised when its batch is requested,
-    and ends the iteration.
+    everything again.) ``close()`` of the generator ends it. An error in the thread is raised when its batch is requested, and ends
+    the iteration.
 
     Args:
         dataset: the data set, whose ``batch`` runs in the thread.
@@ -246,85 +264,29 @@ class Loader:
         rank, size: this rank, and the number of ranks.
         position: number of samples that all ranks together have consumed before.
         parts: number of consecutive parts of each global batch that a rank has: its logical replicas, or 1.
-
-    Attributes:
-        position: number of samples that all ranks together have consumed, up to the global batch whose last part was returned last.
     """
+    own, count, length = range(rank * parts, (rank + 1) * parts), batch * size * parts, sampler.length
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        sampler: DistributedSampler,
-        batch: int,
-        rank: int,
-        size: int,
-        position: int = 0,
-        parts: int = 1,
-    ) -> None:
-        self.position = position
-        self._dataset, self._sampler = dataset, sampler
-        self._own, self._parts = range(rank * parts, (rank + 1) * parts), size * parts
-        self._count = batch * self._parts
-        self._order = _positions(position, self._sampler.length, self._count, self._own)
-        # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
-        self._thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
-        self._batches: deque[tuple[Future[tuple[Batch, int]], int]] = deque()
-        for _ in range(PREFETCHED):
-            self._request()
-
-    def _request(self) -> None:
-        for position, part, after in itertools.islice(self._order, 1):
-            self._batches.append((self._thread.submit(self._make, position, part), after))
-
-    def _make(self, position: int, part: int) -> tuple[Batch, int]:
-        indices, epochs = self._sampler.part(position, self._count, part, self._parts)
+    def make(position: int, part: int) -> tuple[Batch, int]:
+        indices, epochs = sampler.part(position, count, part, size * parts)
         samples = len(indices)
         if not samples:
-            indices, epochs = self._sampler.part(position, 1, 0, 1)
-        return self._dataset.batch(indices, epochs), samples
+            indices, epochs = sampler.part(position, 1, 0, 1)
+        return dataset.batch(indices, epochs), samples
 
-    def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        return self
+    def starts() -> Iterable[int]:
+        return itertools.count(position, count) if length is None else range(position, length, count)
 
-    def __next__(self) -> tuple[Batch, int]:
-        if not self._batches:
-            self.close()
-            raise StopIteration
-        future, after = self._batches.popleft()
-        try:
-            batch = future.result()
-        except BaseException:
-            self.close()
-            raise
-        self.position = after
-        self._request()
-        return batch
-
-    def close(self) -> None:
-        """Ends the thread and the iteration."""
-        self._batches.clear()
-        self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _positions(
-    position: int, length: int | None, count: int, parts: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """The position and the part of each batch of a rank, and the position of the loop after it.
-
-    Args:
-        count: samples of a global batch, of which the last one may have fewer.
-        parts: of a global batch, those of the rank.
-    """
-    while length is None or position < length:
-        end = position + count if length is None else min(position + count, length)
-        for part in parts:
-            yield position, part, end if part == parts[-1] else position
-        position = end
+    # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
+    thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
+    try:
+        requests = (thread.submit(make, start, part) for start in starts() for part in own)
+        requested = deque(itertools.islice(requests, PREFETCHED))
+        for start in starts():
+            made = []
+            for _ in own:
+                made.append(requested.popleft().result())
+                requested.extend(itertools.islice(requests, 1))
+            yield made, start + count if length is None else min(start + count, length)
+    finally:
+        thread.shutdown(cancel_futures=True)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import numpy
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.datasets.volumes import Ellipsoids, VolumeArrays, open_volumes
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Batch
-from hvd_ckpt.data.sampler import DataLoader, DistributedSampler, Loader
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler, batches_of_rank
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -428,18 +429,18 @@ def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
     seen: list[int] = []
     counts = []
     for rank in range(4):
-        with Loader(data, order, 2, rank, 4) as loader:
-            parts = list(loader)
-            assert loader.position == 20
+        loaded = list(batches_of_rank(data, order, 2, rank, 4))
+        assert [position for _, position in loaded] == [8, 16, 20]
+        parts = [part for (part,), _ in loaded]
         counts.append([samples for _, samples in parts])
         seen += [number for batch, samples in parts for number in batch.inputs[0][:samples].tolist()]
         first = order.part(16, 1, 0, 1)[0]
         assert all(batch.inputs[0].tolist() == first for batch, samples in parts if not samples)
     assert sorted(seen) == sorted(2 * list(range(10)))
     assert counts == [[2, 2, 1]] * 4
-    with Loader(data, DistributedSampler(10, seed=5, epochs=1), 2, 3, 4) as loader:
-        parts = list(loader)
-        assert [samples for _, samples in parts] == [2, 0] and len(parts[1][0]) == 1
+    loaded = list(batches_of_rank(data, DistributedSampler(10, seed=5, epochs=1), 2, 3, 4))
+    parts = [part for (part,), _ in loaded]
+    assert [samples for _, samples in parts] == [2, 0] and len(parts[1][0]) == 1
     assert not loader_threads()
 
 
@@ -447,14 +448,13 @@ def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
     data, order = Counted(10), DistributedSampler(10, seed=5)
 
     def global_batches(size: int, position: int, count: int) -> tuple[list[int], int]:
-        loaders = [Loader(data, order, 4 // size, rank, size, position) for rank in range(size)]
+        ranks = [batches_of_rank(data, order, 4 // size, rank, size, position) for rank in range(size)]
         found = []
         for _ in range(count):
-            parts = [next(loader)[0].inputs[0].tolist() for loader in loaders]
+            loaded = [next(rank) for rank in ranks]
+            parts = [batch.inputs[0].tolist() for ((batch, _),), _ in loaded]
             found += [part[at] for at in range(4 // size) for part in parts]
-        for loader in loaders:
-            loader.close()
-        return found, loaders[0].position
+        return found, loaded[0][1]
 
     begun, position = global_batches(4, 0, 3)
     rest, _ = global_batches(2, position, 3)
@@ -462,23 +462,23 @@ def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
-    loader = Loader(Counted(10, fails_at=3), DistributedSampler(10), 2, 0, 1)
-    next(loader), next(loader)
+    loader = batches_of_rank(Counted(10, fails_at=3), DistributedSampler(10), 2, 0, 1)
+    assert [next(loader)[1], next(loader)[1]] == [2, 4]
     with pytest.raises(RuntimeError, match="this sample is broken") as caught:
         next(loader)
     assert "in batch" in "".join(traceback.format_tb(caught.value.__traceback__))
-    assert loader.position == 4 and list(loader) == []
+    assert list(loader) == []
     assert not loader_threads()
 
 
 def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
     data = Counted(10)
-    loader = Loader(data, DistributedSampler(10), 2, 0, 1)
+    loader = batches_of_rank(data, DistributedSampler(10), 2, 0, 1)
     next(loader)
     loader.close()
-    loader.close()
     assert data.made <= 4 and not loader_threads() and list(loader) == []
-    loader = Loader(data, DistributedSampler(10), 2, 0, 1)
+    loader = batches_of_rank(data, DistributedSampler(10), 2, 0, 1)
+    next(loader)
     (thread,) = loader_threads()
     del loader
     gc.collect()
@@ -486,7 +486,7 @@ def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks() -> None:
+def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def sampler(ranks: int, rank: int, **options: Any) -> DistributedSampler:
         return DistributedSampler(range(20), 2, ranks, rank, seed=4, epochs=2, **options)
 
@@ -509,6 +509,14 @@ def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks() -> None:
         assert "give the same data, seed and shuffle" in message(
             ValueError, lambda wrong=wrong: sampler(1, 0).load_state_dict({**state, **wrong})
         )
+    for wrong in ({}, {"position": -1}, {"position": "18"}):
+        assert "which must be a number from 0" in message(
+            ValueError, lambda wrong=wrong: sampler(1, 0).load_state_dict(wrong)
+        )
+    assert "num_replicas must be a number from 1" in message(ValueError, lambda: sampler(0, 0))
+    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(hvd, "rank", lambda: 2)
+    assert "got 2 of 2" in message(ValueError, lambda: DistributedSampler(20, num_replicas=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -74,7 +74,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"local": "4,within=rack"}, "within: 'rack' is not allowed"),
         ({"local": {"every": 4, "within": [[0, "1"]]}}, "within: [[0, '1']] is not allowed"),
         ({"shard": "2,wire=fp8"}, "no communication format 'fp8'"),
-        ({"offload": "optimizer"}, "did you mean 'shard STATES,offload=WHAT'?"),
+        ({"offload": "optimizer"}, "did you mean 'shard VALUE,offload=VALUE'?"),
         ({"chunks": 8}, "did you mean 'accumulate'"),
         ({"max_restarts": 3}, "no setting 'max_restarts': repeat hvd-ckpt train --resume RUN"),
         ({"profile": "10:9"}, "profile: '10:9' is not allowed"),

@@ -107,9 +107,8 @@ class Job:
 def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_bytes(bytes(range(32, 127)) * 40)
-    job = Job(
-        hosts, tmp_path, ["hvd-ckpt", "train", *SETTINGS, "--data", f"text:{text}", "--output", str(run)]
-    )
+    command = ["hvd-ckpt", "train", *SETTINGS, "--data", f"text:{text}", "--output", str(run)]
+    job = Job(hosts, tmp_path, command)
     job.wait_for(lambda: len(steps_of(run)) > 2 * COMMIT_EVERY)
     job.wait_for(lambda: snapshot_of(run, len(steps_of(run)) // COMMIT_EVERY * COMMIT_EVERY).exists())
     job.kill("b")
@@ -128,10 +127,8 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     halves = [one["lr"] == LR / 2 for one in records]
     assert halves == [alone <= step < joined for step in range(last)]
     # No sample twice, and none left out. The snapshot of the step after which the rank was lost may not have been written.
-    for step in {int(one.name.removeprefix("step-")) for one in (run / "snapshots").iterdir()} | {
-        joined,
-        last,
-    }:
+    written = {int(one.name.removeprefix("step-")) for one in (run / "snapshots").iterdir()}
+    for step in written | {joined, last}:
         of_one_rank = sum(alone <= one < joined for one in range(step))
         assert position(run, step) == 2 * BATCH * step - BATCH * of_one_rank
 
@@ -140,12 +137,8 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     (tmp_path / "again" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     snapshot_of(run, joined).rename(snapshot_of(tmp_path / "again", joined))
     command = ["--gloo", "-np", "2", "hvd-ckpt", "train", "--resume", str(tmp_path / "again")]
-    done = hosts.run(
-        "a",
-        [*HOROVODRUN, *command, "--steps", str(last)],
-        timeout=SECONDS,
-        environment={"OMP_NUM_THREADS": "1"},
-    )
+    command = [*HOROVODRUN, *command, "--steps", str(last)]
+    done = hosts.run("a", command, timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path / "again", last) == weights(run, last)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +46,19 @@ class MeanOfTerms(NextOrHiddenToken):
 def test_samples_without_targets_do_not_count(objective: NextOrHiddenToken, first: int) -> None:
     torch.manual_seed(0)
     model, data = nn.Embedding(9, 5).train(first > 0), Tokens(first)
+    run: Any = SimpleNamespace(
+        model=model,
+        test=data,
+        objective=objective,
+        average=None,
+        config=SimpleNamespace(micro_batch=2, eval_batches=None),
+        mode=SimpleNamespace(parts=1, gathers_weights=first == 0),
+        device=torch.device("cpu"),
+        precision=SimpleNamespace(autocast=contextlib.nullcontext),
+    )
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        found = evaluate(model, data, objective, batch=2, device=torch.device("cpu"), in_step=first == 0)
+        found = evaluate(run)
     assert [hc.rank() == 0 for one in heard if "no target that counts" in str(one.message)] == (
         [True] if first == len(data) and hc.rank() == 0 else []
     )

@@ -94,21 +94,16 @@ def test_the_parts_of_a_run(module: Any) -> None:
     assert batch.inputs[0].tolist() == [[3.0, 3.0], [9.0, 9.0]] and batch.targets.tolist() == [3, 4]
     output = torch.nn.functional.one_hot(torch.tensor([3, 0]), 5).float()
     assert parts.objective.weight(batch) == 2
-    assert torch.equal(
-        parts.objective.loss(output, batch), torch.nn.functional.cross_entropy(output, batch.targets)
-    )
-    assert {name: float(one) for name, one in parts.objective.metrics(output, batch).items()} == {
-        "right": 0.5
-    }
+    expected = torch.nn.functional.cross_entropy(output, batch.targets)
+    assert torch.equal(parts.objective.loss(output, batch), expected)
+    assert parts.objective.metrics(output, batch) == {"right": torch.tensor(0.5, dtype=torch.float64)}
 
 
 def test_other_forms(module: Any) -> None:
     split = made(data="own_module:one", validation_split=0.25, model_options={"width": 7})
     assert (len(split.train), len(split.test)) == (15, 5) and split.model[0].out_features == 7
-    seen = {
-        int(one.batch([i], [0]).inputs[0][0, 0]) for one in (split.train, split.test) for i in range(len(one))
-    }
-    assert seen == set(range(20))
+    drawn = (one.batch([i], [0]) for one in (split.train, split.test) for i in range(len(one)))
+    assert {int(batch.inputs[0][0, 0]) for batch in drawn} == set(range(20))
     assert made(model="own_module:planned").model[-1].out_features == 3
     assert made(loss="own_module:Doubled").objective.weight(split.train.batch([0], [0])) == 2
     on_text = made(data="text:own_module.py", loss=None, metrics={"right": "own_module:right"})
@@ -177,12 +172,8 @@ def test_images_in_tar_files_of_webdataset(tmp_path: Path, monkeypatch: pytest.M
                     tar.addfile(member, io.BytesIO(content))
     monkeypatch.setenv("IMAGES", str(tmp_path))
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
-    parts = made(
-        model="own_models:vit",
-        data="own_data:images",
-        loss="torch.nn.functional:cross_entropy",
-        validation_split=0.2,
-    )
+    own = {"model": "own_models:vit", "data": "own_data:images"}
+    parts = made(**own, loss="torch.nn.functional:cross_entropy", validation_split=0.2)
     assert (len(parts.train), len(parts.test)) == (16, 4) and parts.model[-1].linear.out_features == 3
     seen = {}
     for data in (parts.train, parts.test):
@@ -195,4 +186,4 @@ def test_images_in_tar_files_of_webdataset(tmp_path: Path, monkeypatch: pytest.M
     with tarfile.open(tmp_path / "1.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("0.png"))
     with pytest.raises(ValueError, match="sample /0 lacks its image or its .cls"):
-        made(model="own_models:vit", data="own_data:images")
+        made(**own)

@@ -90,12 +90,8 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
     script.chmod(0o755)
     settings = [one for one in SETTINGS if "local" not in one and "every" not in one]
-    settings += [
-        "--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8",
-        "--schedule=constant",
-        "--blocking-snapshots",
-    ]
-    settings += ["--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
+    settings += ["--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8", "--schedule=constant"]
+    settings += ["--blocking-snapshots", "--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
     launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
     job = subprocess.run(
         [*launcher, "--host-discovery-script", script, PROGRAM, "train", *settings, "--output=run"],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from all_ranks import Poisoned
 from safetensors.torch import load_file
@@ -14,24 +15,18 @@ from same import assert_same
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import ConfigError
 from hvd_ckpt.app.training.ending import NonFiniteLoss
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.schema import Manifest
 
-pytestmark = pytest.mark.ranks(gloo=(2,))
+pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("one_thread")]
 
 STREAMING = {"local": "4,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3,wire=int8"}
 GROUPED = {"local": STREAMING["local"] + ",within=[[0,1]]"}
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def _quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny operators run on one thread, and nobody looks at pictures."""
 
 
 class Beginning:
@@ -45,24 +40,23 @@ class Beginning:
 
 
 def make(folder: Path, poisoned: int = 0, samples: int = 100, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"steps": STEPS, "batch": 2, "pixels": 8, "lr": 1e-2, "eval_batches": 1}
-    settings |= {"log_every": 1, **changes}
-    if "resume" not in changes:
-        settings["output"] = str(folder)
-    config = Config("resnet-20", **settings)
-    parts = assemble(config)
-    objective: Any = Poisoned(parts.objective, poisoned) if poisoned else parts.objective
+    settings: dict[str, Any] = {"model": "resnet-20", "steps": STEPS, "batch": 2, "pixels": 8, "lr": 1e-2}
+    settings |= {"log_every": 1, "eval_batches": 1, **changes}
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(4 * 6 * 6, 10))
-    return Trainer(config, model, objective, Beginning(parts.train, samples), parts.test)
+    return runs.trainer_of(
+        folder,
+        settings,
+        model,
+        lambda objective: Poisoned(objective, poisoned) if poisoned else objective,
+        lambda data: Beginning(data, samples),
+    )
 
 
 def train(folder: Path, **changes: Any) -> tuple[Trainer, Outcome]:
     trainer = make(folder, **changes)
-    outcome = trainer.run()
-    hc.barrier()
-    return trainer, outcome
+    return trainer, runs.run(trainer)
 
 
 def copy(run: Path, to: Path, step: int) -> str:

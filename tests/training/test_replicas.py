@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training import logs
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import ConfigError
 from hvd_ckpt.app.training.modes import Plain
 from hvd_ckpt.app.training.trainer import Trainer
 
@@ -41,23 +41,11 @@ class Odd:
 
 
 def train(folder: Path, nan_in: int = 0, **changes: Any) -> tuple[Trainer, Odd]:
-    changes = {"output": str(folder)} | changes if "resume" not in changes else changes
-    settings = {
-        "steps": 4,
-        "batch": 2,
-        "pixels": 8,
-        "replicas": R,
-        "eval_batches": 1,
-        "log_every": 1,
-        **changes,
-    }
-    config = Config("resnet-20", **settings)
-    parts = assemble(config)
-    objective = Odd(parts.objective, nan_in)
-    trainer = Trainer(config, parts.model, objective, parts.train, parts.test)
-    trainer.run()
-    hc.barrier()
-    return trainer, objective
+    settings = {"model": "resnet-20", "steps": 4, "batch": 2, "pixels": 8, "replicas": R}
+    settings |= {"eval_batches": 1, "log_every": 1, **changes}
+    trainer: Any = runs.trainer_of(folder, settings, objective=lambda objective: Odd(objective, nan_in))
+    runs.run(trainer)
+    return trainer, trainer.objective
 
 
 def test_a_logged_loss_is_the_mean_over_all_terms_of_all_replicas(

@@ -34,9 +34,10 @@ def state(seed: int) -> dict[str, Any]:
 
 def trainer(rank: int, values: dict[str, Any]) -> Any:
     saved = state_of(**values, per_rank={"optimizer": None})
+    snapshots = SimpleNamespace(stop=SimpleNamespace(reason=None))
     progress = SimpleNamespace(step=rank)
     return SimpleNamespace(
-        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved, requested_stop=None
+        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved, snapshots=snapshots
     )
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
+from runs import final_weights
 from same import assert_same
-from snapshot_files import opened_files, read_snapshot
+from snapshot_files import opened_files
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import ConfigError
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
-from hvd_ckpt.snapshots.folder import list_snapshots
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -32,31 +32,17 @@ def shared(module_folder: Path) -> Path:
 
 
 def trainer_of(folder: Path, **changes: Any) -> Trainer:
-    values = {
-        "model": "gpt-tiny",
-        "model_options": SMALL,
-        "data": f"text:{folder / 'text.txt'}",
-        "sequence_length": 16,
-    }
-    values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
-    values.update({"keep_snapshots": 9, "bucket_cap_mb": 0.02, **changes})
+    values: dict[str, Any] = {"model": "gpt-tiny", "model_options": SMALL, "sequence_length": 16}
+    values.update(data=f"text:{folder / 'text.txt'}", bucket_cap_mb=0.02, keep_snapshots=9, segments=3)
+    values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1)
+    values.update(changes)
     if values.get("shard") in (2, 3):
         values["shard"] = f"{values['shard']},accumulate_locally=true"
-    config = Config.make(values)
-    parts = assemble(config)
-    return Trainer(config, parts.model, parts.objective, parts.train, parts.test)
+    return runs.trainer_of(folder, values)
 
 
 def train(folder: Path, **changes: Any) -> Outcome:
-    outcome = trainer_of(folder, **changes).run()
-    hc.barrier()  # rank 0 removes old snapshots at the end
-    return outcome
-
-
-def last(outcome: Outcome) -> Path:
-    found = next(iter(list_snapshots(outcome.folder / "snapshots")), None)
-    assert found is not None and found.name == f"step-{outcome.steps:08}"
-    return found
+    return runs.run(trainer_of(folder, **changes))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -68,12 +54,12 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
     shard = f"{stage},wire=int8,offload={offload},folder={folder}"
     values: dict[str, Any] = {"shard": shard, "clip": 0.5, "verify": "every=1"}
     whole = train(shared, **values, output=str(folder / "run"), steps=4, snapshot_every=2)
-    weights = read_snapshot(last(whole)).weights
+    weights = final_weights(whole)
     with opened_files(monkeypatch) as counts:
         again = train(shared, **values, resume=str(whole.folder / "snapshots" / "step-00000002"), steps=4)
     assert counts[f"rank-0000{hc.rank()}.safetensors"]
     assert (counts[f"rank-0000{1 - hc.rank()}.safetensors"] > 0) == (hc.rank() == 0)
-    assert_same(weights, read_snapshot(last(again)).weights)
+    assert_same(weights, final_weights(again))
     assert whole.evaluation == again.evaluation
 
 
@@ -99,13 +85,10 @@ def test_ranks_with_fewer_batches_keep_step_and_a_skipped_step_leaves_nothing(
             return loss(*arguments) * (float("nan") if len(calls) == 2 and hc.rank() == 1 else 1.0)
 
         monkeypatch.setattr(trainer.objective, "loss", spoilt)
-        outcomes.append(trainer.run())
-        hc.barrier()
+        outcomes.append(runs.run(trainer))
     for outcome in outcomes[1:]:
         assert outcome.steps == 2 and outcome.evaluation == pytest.approx(outcomes[0].evaluation)
-        torch.testing.assert_close(
-            read_snapshot(last(outcome)).weights, read_snapshot(last(outcomes[0])).weights
-        )
+        torch.testing.assert_close(final_weights(outcome), final_weights(outcomes[0]))
 
 
 def test_state_that_cannot_be_split_or_does_not_fit_is_an_error_on_every_rank(
@@ -116,9 +99,10 @@ def test_state_that_cannot_be_split_or_does_not_fit_is_an_error_on_every_rank(
     run = train(shared, output=str(folder / "other"), steps=1, shard=3)
     with pytest.raises(ConfigError, match="the snapshot is of another model"):
         trainer_of(shared, resume=str(run.folder), shard=3, model_options={**SMALL, "layers": 2}, segments=2)
+    last = run.folder / "snapshots" / "step-00000001"
     if hc.rank() == 0:
-        part = last(run) / "rank-00001.safetensors"
+        part = last / "rank-00001.safetensors"
         part.write_bytes(part.read_bytes()[:-1] + b"\1")
     hc.barrier()
     with pytest.raises(ConfigError, match="rank-00001.safetensors: its content is not what was written"):
-        trainer_of(shared, resume=str(last(run)), shard=3)
+        trainer_of(shared, resume=str(last), shard=3)

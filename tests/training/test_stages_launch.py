@@ -28,12 +28,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SECONDS = 400
 STEPS, STOPPED = 4, 2
 
-TOKENS = [
-    "--sequence-length=8",
-    "--model-option=width=16",
-    "--model-option=heads=2",
-    "--model-option=layers=3",
-]
+TOKENS = ["--sequence-length=8", *(f"--model-option={one}" for one in ("width=16", "heads=2", "layers=3"))]
 ADAM = ["--optimizer=adamw", "--lr=0.01"]
 SGD = ["--optimizer=sgd", "--lr=0.1", "--weight-decay=0"]  # rounding stays rounding
 MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the pipeline
@@ -106,19 +101,7 @@ def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    kept = (
-        "step",
-        "kind",
-        "loss",
-        "lr",
-        "accuracy",
-        "dice",
-        "perplexity",
-        "iou",
-        "samples",
-        "ema_loss",
-        "sample",
-    )
+    kept = ["step", "kind", "loss", "lr", "accuracy", "dice", "perplexity", "iou", "samples", "ema_loss"]
     return [{key: one[key] for key in kept if key in one} for one in read(run / "log.jsonl")]
 
 

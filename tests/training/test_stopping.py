@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from all_ranks import Poisoned
 from snapshot_files import read_snapshot
 
 import hvd_ckpt as hc
 import hvd_ckpt.reduction.weights
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import ConfigError
 from hvd_ckpt.app.training.ending import NonFiniteLoss
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.folder import SnapshotError
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
@@ -42,18 +44,16 @@ class Disturbed(Trainer):
 
 
 def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: Any) -> Outcome:
-    if "resume" not in changes:
-        changes["output"] = str(folder)
-    config = Config(
-        "resnet-20", steps=6, batch=4, pixels=8, lr=1e-2, eval_batches=1, log_every=1, eval_every=3, **changes
+    settings = {"model": "resnet-20", "steps": 6, "batch": 4, "pixels": 8, "lr": 1e-2, "eval_batches": 1}
+    settings |= {"log_every": 1, "eval_every": 3, **changes}
+    trainer: Any = runs.trainer_of(
+        folder,
+        settings,
+        objective=lambda objective: Poisoned(objective, AT) if poisoned else objective,
+        kind=Disturbed,
     )
-    parts = assemble(config)
-    objective: Any = Poisoned(parts.objective, AT) if poisoned else parts.objective
-    trainer = Disturbed(config, parts.model, objective, parts.train, parts.test)
     trainer.disturb = disturb
-    outcome = trainer.run()
-    hc.barrier()
-    return outcome
+    return runs.run(trainer)
 
 
 def state(folder: Path, step: int) -> tuple[Any, Any]:
@@ -147,6 +147,16 @@ def test_weights_that_have_drifted_end_all_ranks_and_are_named(
         train(folder / "run", drift, **options)
     hc.verify(weights=True)
     assert len(drifted) == (hc.rank() == LAST)
+
+
+@twice
+def test_a_state_that_no_run_could_resume_from_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer: {"loss": -math.inf})
+    with pytest.raises(SnapshotError, match=r"step 6 was not written, since .*: progress.best is -inf"):
+        train(folder / "run")
+    assert reader.find(folder / "run" / "snapshots") is None
 
 
 @twice

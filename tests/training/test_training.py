@@ -11,16 +11,17 @@ from pathlib import Path
 
 import numpy
 import pytest
+import runs
 import torch
+from runs import final_weights
 from same import assert_same
-from snapshot_files import found_in, read_snapshot
+from snapshot_files import read_snapshot
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.logs import read
-from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.utils.spans import KINDS
 
@@ -66,21 +67,10 @@ def settings(name, text, **changes):
 
 
 def train(folder, recording=False, **values):
-    config = Config(**values) if "resume" in values else Config(**values, output=str(folder))
-    parts = assemble(config)
-    data = Recording(parts.train) if recording else parts.train
-    trainer = Trainer(config, parts.model, parts.objective, data, parts.test)
+    trainer = runs.trainer_of(folder, values, data=lambda data: Recording(data) if recording else data)
     if recording:
-        data.asked.clear()  # the summary of the run has looked at a sample
-    outcome = trainer.run()
-    hc.barrier()  # rank 0 draws the loss and removes old snapshots at the end
-    return trainer, outcome
-
-
-def final_weights(outcome):
-    found = found_in(outcome.folder / "snapshots")
-    assert found is not None and found.name == f"step-{outcome.steps:08}"
-    return read_snapshot(found).weights
+        trainer.train.asked.clear()  # the summary of the run has looked at a sample
+    return trainer, runs.run(trainer)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -317,13 +307,8 @@ def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(t
         assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
     trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
     names = Counter(event["name"].split(" (")[0] for event in trace if "hvd_ckpt: " in event["name"])
-    for name, times in {
-        "data": 2,
-        "forward": 4,
-        "backward": 4,
-        "recompute segment 1 of 2": 4,
-        "update": 2,
-    }.items():
+    expected = {"data": 2, "forward": 4, "backward": 4, "recompute segment 1 of 2": 4, "update": 2}
+    for name, times in expected.items():
         assert names[f"hvd_ckpt: {name}"] == times, names
     buckets = [name for name in names if name.startswith("hvd_ckpt: send bucket")]
     assert buckets and all(names[name] == 2 for name in buckets)
@@ -340,10 +325,7 @@ NO_TEXT = {"data": None, "sequence_length": None, "model_options": {}}
         ({"model_options": {"layer": 2}}, "no option of gpt-tiny 'layer': did you mean 'layers'?"),
         ({"model_options": {"layers": 0}}, "model gpt-tiny: layers is 0"),
         ({"data": "text:/no/such/file"}, "/no/such/file"),
-        (
-            {"data": "images:folder"},
-            "data images:folder: the model gpt-tiny is trained on text, leave it out",
-        ),
+        ({"data": "images:folder"}, "data images:folder: the model gpt-tiny is trained on text, leave"),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
         ({"batch_norm": "deferred"}, "batch_norm deferred: this Chain has no batch norm"),
         ({"segments": 100}, "segments 100: this model has"),

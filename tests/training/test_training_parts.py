@@ -16,7 +16,8 @@ from torch import nn
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.callbacks import Callbacks, TensorBoard
-from hvd_ckpt.app.training.optim import Schedule, build_optimizer, optimizer_names
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.optim import Schedule, optimizer_names, optimizer_of
 from hvd_ckpt.app.training.report import Meter, ProgressLines
 
 
@@ -36,6 +37,11 @@ class Tied(nn.Module):
 
 
 # ------------------------------------------------------------------------------------ optimizers
+
+
+def build_optimizer(name, model, lr, weight_decay=0.0, options=None):
+    given = {"optimizer": name, "lr": lr, "weight_decay": weight_decay, "optimizer_options": options or {}}
+    return optimizer_of(Config("gpt-tiny", **given), model)
 
 
 @pytest.mark.parametrize("name", optimizer_names())

@@ -8,7 +8,7 @@ plans          the plan of a run
 modes          how ranks share the work of a step
 trainer        the steps of a start, and the loop
 evaluation     evaluation on other samples
-report, logs, summary, callbacks, profiling   what a run shows
+report, logs, summary, callbacks              what a run shows
 resume         what a run takes from a snapshot
 ending         errors on all ranks, and the exit
 elastic        runs that go on after changes of the ranks

@@ -10,13 +10,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.field_types import (
+    DATA,
     Count,
     Data,
     Local,
@@ -36,16 +37,9 @@ from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.named import is_named
-from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
-from hvd_ckpt.utils.schema import Strict, first_error
-from hvd_ckpt.utils.text import (
-    CHECKPOINTS,
-    PRECISIONS,
-    SCHEDULES,
-    STAGES,
-    one_line,
-    unknown,
-)
+from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, read_bytes, write_text
+from hvd_ckpt.utils.schema import Strict, Wrong, first_error
+from hvd_ckpt.utils.text import CHECKPOINTS, PRECISIONS, SCHEDULES, STAGES, one_line, unknown
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
@@ -73,34 +67,11 @@ RENAMED = {  # earlier names, and those of Lightning and transformers
     "output_dir": "output",
     "save_steps": "snapshot_every",
     "length": "sequence_length",
-    "text": "data text:PATH",
     "documents": "data lines:FILE",
-    "tokens": "data tokens:PATH",
-    "vocabulary": "data tokens:PATH,vocabulary=N",
-    "token_type": "data tokens:PATH,type=T",
-    "images": "data images:PATH",
-    "volumes": "data volumes:FILE",
     "local_steps": "local N",
-    "outer_lr": "local N,outer_lr=LR",
-    "outer_momentum": "local N,outer_lr=LR,outer_momentum=M",
-    "fragments": "local N,fragments=F",
-    "delay": "local N,delay=D",
     "stages": "pipeline N",
     "pipeline_schedule": "pipeline N,schedule=NAME",
     "load": "plan FILE",
-    "virtual_stages": "pipeline N,schedule=interleaved,virtual_stages=V",
-    "balance": "pipeline N,balance=[...]",
-    "verify_recomputation": "verify PASSES",
-    "verify_weights": "verify weights=false",
-    "check_weights": "verify every=N",
-    "wire": "shard STATES,wire=FORMAT' or 'local N,wire=FORMAT",
-    "within": "shard parameters,within=host' or 'local N,within=host",
-    "accumulate_locally": "shard STATES,accumulate_locally=true",
-    "offload": "shard STATES,offload=WHAT",
-    "offload_folder": "shard STATES,offload=WHAT,folder=FOLDER",
-    "reentrant": "segments N,reentrant=true",
-    "plan_cache": "budget LIMIT,cache=FOLDER",
-    "chunk_head": "budget LIMIT,chunk_head=false",
     "held_out": "validation_split",
     "chunks": "accumulate",
     "micro_batches": "accumulate",
@@ -136,7 +107,17 @@ def config_errors(*kinds: type[Exception], about: str = "") -> Iterator[None]:
 def instead_of(name: str) -> str | None:
     """What to do in place of a setting that there is not, or not any more; None for any other name."""
     name = name.replace("-", "_")
-    return REMOVED.get(name) or (f"did you mean '{RENAMED[name]}'?" if name in RENAMED else None)
+    if name in REMOVED or name in Config.model_fields:
+        return REMOVED.get(name)
+    with_options = (Data, Local, Planned, Segments, Sharded, Stages, Verify)
+    of_options = [
+        f"{setting} VALUE,{name}=VALUE"
+        for setting, field in Config.model_fields.items()
+        for kind in with_options
+        if kind in (field.annotation, *get_args(field.annotation)) and name in kind.model_fields
+    ]
+    known = [RENAMED[name]] if name in RENAMED else [f"data {name}:PATH"] if name in DATA[:-1] else of_options
+    return f"did you mean {' or '.join(map(repr, known))}?" if known else None
 
 
 class Config(Strict):
@@ -426,16 +407,11 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = f"the configuration '{path}'"
     try:
-        if not os.path.isfile(path) and os.path.exists(path):
-            raise ConfigError(f"{name} is a folder or a device: name a file")
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # a path with a NUL character
-        raise ConfigError(f"cannot read {name}: {error}") from None
+        content = read_bytes(Path(path), "name a file")
+    except Wrong as error:
+        raise ConfigError(f"{name} {str(error).removeprefix('it ')}") from None
+    except (OSError, ValueError) as error:  # a path with a NUL character
+        raise ConfigError(f"cannot read {name}: {getattr(error, 'strerror', error)}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name} is larger than {MAX_BYTES >> 20} MiB: give another file")
     try:

@@ -51,7 +51,7 @@ class RunState(TorchState):  # type: ignore[misc]
     def follow(self, trainer: Trainer) -> None:
         """Takes commits from this trainer from now on, the first one at once unless a commit exists."""
         self._trainer = trainer
-        trainer.requested_stop = self.stop
+        trainer.snapshots.stop.reason = self.stop
         # A change of the ranks before the first commit would find no state to go back to.
         if self.point is None or not isinstance(self.point.snapshot, HeldSnapshot):
             self.save()
@@ -68,7 +68,7 @@ class RunState(TorchState):  # type: ignore[misc]
         """Releases the trainer."""
         # The trainer is made anew on the ranks that are left; a request to stop must outlast it.
         if self._trainer is not None:
-            self.stop = self._trainer.requested_stop
+            self.stop = self._trainer.snapshots.stop.reason
         self._trainer = None
 
 

@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import horovod.torch as hvd
 import torch
-from torch import nn
 
-from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.utils import run_warnings
 
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
-def evaluate(
-    model: nn.Module,
-    data: Dataset,
-    objective: Objective,
-    average: AveragedWeights | None = None,
-    *,
-    batch: int,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    batches: int | None = None,
-    parts: int = 1,
-    in_step: bool = False,
-) -> dict[str, float]:
-    """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
+
+def evaluate(run: Trainer) -> dict[str, float]:
+    """Loss and metrics over the validation split, each sample seen by one rank; means over all their terms, the same on every rank.
 
     The model is in evaluation mode meanwhile, and batch norms use each rank's own running statistics. Collective, over all pipeline
     stages: the last one has the output, and tells the others. The bits depend on the parts of all ranks together, and not on which
-    rank has which.
+    rank has which. Averaged weights are evaluated as well, under names that begin with ``ema_``.
 
-    Args:
-        average: averaged weights of the model, evaluated as well, under names that begin with ``ema_``.
-        batch: samples of a batch.
-        autocast: returns the context of the forward pass.
-        batches: the most batches that each part of the samples has; None for all samples.
-        parts: number of parts of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
-        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
-            samples left runs it on one without weight.
+    If its forward passes communicate, the model runs equally often on every rank: a rank that has no samples left runs it on one
+    without weight.
 
     Returns:
         ``{"loss": ..., ...}`` with the names of :meth:`Objective.metrics` and :meth:`Objective.of_loss`, and the number of samples.
     """
-    all_parts, size = hvd.size() * parts, batch
+    model, data, objective, average = run.model, run.test, run.objective, run.average
+    assert data is not None
+    size, batches, parts = run.config.micro_batch, run.config.eval_batches, run.mode.parts
+    all_parts = hvd.size() * parts
     samples = len(data) if batches is None else min(len(data), batches * size * all_parts)
     longest = -(-samples // all_parts)  # samples of a part
 
@@ -58,11 +40,11 @@ def evaluate(
         numbers = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
-        for first in range(0, longest if in_step else len(numbers), size):
+        for first in range(0, longest if run.mode.gathers_weights else len(numbers), size):
             # Without samples left, the first sample stands in: it is computed and not counted.
             indices = numbers[first : first + size] or range(1)
-            drawn = data.batch(indices, [0] * len(indices)).to(device)
-            with autocast():
+            drawn = data.batch(indices, [0] * len(indices)).to(run.device)
+            with run.precision.autocast():
                 output = model(*drawn.inputs, **drawn.shared)
                 # Only the last stage of a pipeline has the output.
                 if output is None:
@@ -77,7 +59,7 @@ def evaluate(
                     sums[name] = sums.get(name, 0.0) + term.to(mean.device)
         return terms, sums
 
-    def run() -> dict[str, float]:
+    def means_of_all() -> dict[str, float]:
         first = hvd.rank() * parts
         means = _over_ranks([run_part(part) for part in range(first, first + parts)])
         means = current().gather_objects(means)[-1]  # of the last stage
@@ -88,10 +70,10 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            means = run()
+            means = means_of_all()
             if average is not None:
                 with average.applied():
-                    means.update({f"ema_{name}": mean for name, mean in run().items()})
+                    means.update({f"ema_{name}": mean for name, mean in means_of_all().items()})
     finally:
         model.train(training)
     return {**means, "samples": samples}

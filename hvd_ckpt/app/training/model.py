@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
-from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
@@ -21,6 +20,9 @@ from hvd_ckpt.reduction.construction import warn_of_unsynchronized
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 from hvd_ckpt.utils.torch_private import AnyBatchNorm
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
 # ------------------------------------------------------------------------------------ device
 
@@ -117,28 +119,22 @@ def _check_grid(model: nn.Module, config: Config) -> None:
         )
 
 
-def cut_into_stages(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    device: torch.device,
-    plan: Plan | None,
-) -> Pipeline:
-    """The model in the configured pipeline stages, of which this rank's is on its device. Collective.
+def cut_into_stages(run: Trainer) -> Pipeline:
+    """The model of a run in its pipeline stages, of which this rank's is on its device. Collective.
 
-    Args:
-        optimizer: optimizer of the model, without state; it keeps the parameters of this rank's stage.
-        plan: gives the cuts and the policy of each block; without a plan both are as configured.
+    The plan gives the cuts and the policy of each block; without a plan both are as configured. The optimizer, which has no state
+    yet, keeps the parameters of this rank's stage.
 
     Raises:
         ConfigError: the model cannot be cut so; raised on every rank.
     """
+    config, optimizer = run.config, run.optimizer
     with errors_everywhere("hvd_ckpt.train.cut"):
-        if plan is not None:
-            pipeline = Pipeline(model, plan=plan)  # type: ignore[arg-type]
+        if run.plan is not None:
+            pipeline = Pipeline(run.model, plan=run.plan)
         else:
             pipeline = Pipeline(
-                model,  # type: ignore[arg-type]
+                run.model,
                 config.pipeline.balance,
                 chunks=config.accumulate,
                 schedule=config.pipeline.schedule,
@@ -155,4 +151,4 @@ def cut_into_stages(
                 f"balance than {pipeline.balance}"
             )
     pipeline.recorder = lambda kind, chunk, part: span(kind, f"{kind} chunk {chunk}, micro-batch {part}")
-    return pipeline.to(device)
+    return pipeline.to(run.device)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
@@ -26,10 +26,9 @@ from torch.optim import Optimizer
 from hvd_ckpt.app.training.config import Config, config_errors
 from hvd_ckpt.app.training.ending import LocalReports, Reports, errors_everywhere
 from hvd_ckpt.batchnorm import commit_batch_norm
-from hvd_ckpt.data.objectives import Batch, Objective
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
-from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.construction import LocalSGD, Nesterov
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
@@ -39,6 +38,9 @@ from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.spans import span
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
 Aliases = Mapping[str, str]
 """Further names of tied parameters, and the name that the optimizer knows: on each pipeline stage a parameter may have another."""
@@ -51,8 +53,7 @@ class Plain:
     """Each rank computes one part of a global batch, and all ranks take the same step. The other modes override what differs.
 
     Args:
-        model: with its plan, in pipeline stages if configured.
-        optimizer: result of :meth:`distribute`.
+        run: its model has its plan and is in pipeline stages if configured; its optimizer is the result of :meth:`distribute`.
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.
@@ -65,21 +66,13 @@ class Plain:
     same_state = scales_rate = True
     reports: type[Reports] = Reports
 
-    def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        optimizer: Any,
-        objective: Objective,
-        precision: Precision,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: Trainer) -> None:
         ranks: int = hvd.size()
+        self.config = config = run.config
         self.parts = config.parts_of_batch(ranks) // ranks
         self.gathers_weights = config.shard.stage == 3
-        self.config, self.device = config, device
-        self._model, self._optimizer = model, optimizer
-        self._objective, self._precision = objective, precision
+        self._model, self._optimizer, self._device = run.model, run.optimizer, run.device
+        self._objective, self._precision = run.objective, run.precision
         self._skips = config.on_nan == "skip"
         self._buffers: Any = None  # before the step, where it may be skipped
 
@@ -95,10 +88,26 @@ class Plain:
         Raises:
             ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
         """
-        if not config.shard.stage:
-            return _distributed(config, model, optimizer, aliases)
-        with config_errors(OSError, about=f"shard {config.shard}"):
-            return _distributed(config, model, optimizer, aliases)
+        shard, options = config.shard, dict[str, Any]()
+        if shard.stage:
+            options["shard"] = _shard(config)
+            options["backward_passes_per_step"] = config.accumulate if shard.accumulate_locally else 1
+        if shard.stage == 3 or config.replicas is not None:
+            options |= {"model": model, "replicas": config.replicas}
+        with config_errors(OSError, about=f"shard {shard}" if shard.stage else ""):
+            distributed: Any = DistributedOptimizer(
+                optimizer,
+                named_parameters=[(aliases.get(name, name), each) for name, each in model.named_parameters()],
+                compression=getattr(Compression, config.compression),
+                bucket_cap_mb=config.bucket_cap_mb,
+                **options,
+            )
+        # Ranks that have joined the job later have made fewer optimizers, and names of collectives count these.
+        if is_elastic():
+            agree_on_naming(distributed)
+        if config.replicas is not None:
+            distributed.replicas.seed = config.seed
+        return distributed
 
     # -------------------------------------------------------------------------------- in each step
 
@@ -178,7 +187,7 @@ class Plain:
     def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
         # All modes but replicas have one part on each rank.
         ((batch, samples),) = parts
-        return [self._run_part(batch.to(self.device), samples, micro_batches)]
+        return [self._run_part(batch.to(self._device), samples, micro_batches)]
 
     def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
         return self._in_turn(batch, samples, micro_batches)
@@ -256,13 +265,6 @@ class Replicas(Plain):
 
     scales_rate = False  # a step has as many samples on any number of ranks
 
-    @classmethod
-    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        with config_errors(OSError):
-            distributed = _distributed(config, model, optimizer, aliases)
-        distributed.replicas.seed = config.seed
-        return distributed
-
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
         self._replicas.average_buffers()
@@ -293,7 +295,7 @@ class Replicas(Plain):
         accumulated = []
         for replica, (batch, samples) in zip(self._optimizer.local_replicas(), parts):
             with replica:
-                accumulated.append(self._in_turn(batch.to(self.device), samples, micro_batches, mean_terms))
+                accumulated.append(self._in_turn(batch.to(self._device), samples, micro_batches, mean_terms))
                 # Here, and not in finish(): outside of the context the model's buffers are not this replica's.
                 super()._commit_statistics(discard=not samples)
         return accumulated
@@ -314,10 +316,10 @@ class Local(Plain):
     same_state = scales_rate = False  # a step is one of each rank, on any number of ranks
     reports = LocalReports
 
-    def __init__(self, config: Config, *run: Any, **more: Any) -> None:
-        super().__init__(config, *run, **more)
+    def __init__(self, run: Trainer) -> None:
+        super().__init__(run)
         # A run that has to stop continues to the next entry of the log, where all ranks hear of it; steps until then are skipped.
-        self._skips = config.on_nan in ("skip", "stop")
+        self._skips = run.config.on_nan in ("skip", "stop")
         self._idle = False  # no rank of this rank's group had any terms in the last step
 
     @classmethod
@@ -395,26 +397,6 @@ def _shard(config: Config) -> Shard:
     return Shard(
         given.states, wire=given.wire, offload=given.offload, offload_folder=given.folder, within=given.within
     )
-
-
-def _distributed(config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-    shard, options = config.shard, dict[str, Any]()
-    if shard.stage:
-        options["shard"] = _shard(config)
-        options["backward_passes_per_step"] = config.accumulate if shard.accumulate_locally else 1
-    if shard.stage == 3 or config.replicas is not None:
-        options |= {"model": model, "replicas": config.replicas}
-    distributed: Any = DistributedOptimizer(
-        optimizer,
-        named_parameters=[(aliases.get(name, name), weights) for name, weights in model.named_parameters()],
-        compression=getattr(Compression, config.compression),
-        bucket_cap_mb=config.bucket_cap_mb,
-        **options,
-    )
-    # Ranks that have joined the job later have made fewer optimizers, and names of collectives count these.
-    if is_elastic():
-        agree_on_naming(distributed)
-    return distributed
 
 
 def _nothing(_: Batch) -> float:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.utils.elementwise import optimizer_classes
 from hvd_ckpt.utils.text import SCHEDULES, unknown
 
@@ -34,36 +31,27 @@ UNSUITABLE = {
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """The names that :func:`build_optimizer` takes, sorted."""
+    """The names of suitable optimizers, sorted."""
     return tuple(sorted(name for name in optimizer_classes() if name not in UNSUITABLE))
 
 
-def build_optimizer(
-    name: str,
-    model: nn.Module,
-    lr: float,
-    weight_decay: float = 0.0,
-    options: Mapping[str, Any] | None = None,
-    layer_decay: float | None = None,
-) -> torch.optim.Optimizer:
-    """An optimizer for the model's trained parameters.
+def optimizer_of(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The configured optimizer of the model's trained parameters.
 
     It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and the
     others, which do not. There are two groups for any weight decay, so a state can be loaded after the weight decay was changed.
     There is one group if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once,
     a frozen one not at all.
 
-    Args:
-        name: a class of torch.optim in lower case, such as ``adamw``.
-        weight_decay: weight decay of the first group; it replaces the class's own default.
-        options: other keyword arguments of the class; lists stand for tuples.
-        layer_decay: factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al., 2020).
-            Each block then has its own groups, with the option ``lr_scale``; the last block has ``lr``.
+    The weight decay of the first group replaces the class's own default. Lists among the other options stand for tuples. With
+    ``layer_decay``, the factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al.,
+    2020), each block has its own groups, with the option ``lr_scale``; the last block has ``lr``.
 
     Raises:
         ValueError: the optimizer is unknown (the message names the nearest) or unsuitable, refuses an option or has no weight
             decay, or the model has nothing to train.
     """
+    name, weight_decay = config.optimizer, config.weight_decay
     key = name.strip().lower()
     if key in UNSUITABLE:
         raise ValueError(f"optimizer '{name}' cannot be used here: {UNSUITABLE[key]}")
@@ -75,31 +63,28 @@ def build_optimizer(
         raise ValueError(f"optimizer '{name}' has no weight decay: set weight_decay to 0, not {weight_decay}")
     given = {
         option: tuple(value) if isinstance(value, list) else value
-        for option, value in (options or {}).items()
+        for option, value in config.optimizer_options.items()
     }
-    if layer_decay is None:
-        groups = _groups(list(model.parameters()), weight_decay, decays)
-    else:
-        groups = _groups_of_blocks(model, weight_decay, decays, layer_decay)
+    decay = config.layer_decay
+    blocks = [model]
+    if decay is not None:
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(f"layer_decay {decay}: this {type(model).__name__} is not a chain of blocks")
+        blocks = list(model)
+    groups, seen = list[dict[str, Any]](), set[nn.Parameter]()
+    for number, block in enumerate(blocks):
+        untied = [parameter for parameter in block.parameters() if parameter not in seen]
+        # A tied parameter has the learning rate of the first block that has it.
+        seen.update(untied)
+        scale = {} if decay is None else {"lr_scale": decay ** (len(blocks) - 1 - number)}
+        groups += [{**group, **scale} for group in _groups(untied, weight_decay, decays)]
     if not groups:
         raise ValueError("the model has no parameter that is trained: unfreeze some")
     try:
-        optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=lr, **given)
+        optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=config.lr, **given)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
     return optimizer
-
-
-def optimizer_of(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a run is configured with, as :func:`build_optimizer`."""
-    return build_optimizer(
-        config.optimizer,
-        model,
-        config.lr,
-        config.weight_decay,
-        options=config.optimizer_options,
-        layer_decay=config.layer_decay,
-    )
 
 
 def freeze(model: nn.Module, patterns: str) -> None:
@@ -119,21 +104,6 @@ def freeze(model: nn.Module, patterns: str) -> None:
             )
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _groups_of_blocks(
-    model: nn.Module, weight_decay: float, decays: bool, layer_decay: float
-) -> list[dict[str, Any]]:
-    if not isinstance(model, nn.Sequential):
-        raise ValueError(f"layer_decay {layer_decay}: this {type(model).__name__} is not a chain of blocks")
-    groups, seen = [], set[nn.Parameter]()
-    for number, block in enumerate(model):
-        untied = [parameter for parameter in block.parameters() if parameter not in seen]
-        # A tied parameter has the learning rate of the first block that has it.
-        seen.update(untied)
-        scale = layer_decay ** (len(model) - 1 - number)
-        groups += [{**group, "lr_scale": scale} for group in _groups(untied, weight_decay, decays)]
-    return groups
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -> list[dict[str, Any]]:
@@ -181,7 +151,14 @@ class Schedule:
         """The rate of the step that follows ``step`` finished ones: ``rate(0)`` is that of the first."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        return self.lr * self._share(step)
+        if self.name == "constant":
+            return self.lr
+        if self.name == "inverse-sqrt":
+            return self.lr * math.sqrt(max(self.warmup, 1) / (step + 1))
+        if self.name == "step":
+            return self.lr * float(0.1 ** ((2 * step >= self.steps) + (4 * step >= 3 * self.steps)))
+        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        return self.lr * (1 - done if self.name == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Sets :meth:`rate`, times the group's ``lr_scale``, in every group; a rate held in a tensor (as CUDA graphs need) is
@@ -192,18 +169,3 @@ class Schedule:
                 group["lr"] = rate
             else:
                 group["lr"].fill_(rate)
-
-    def _share(self, step: int) -> float:
-        if self.name == "constant":
-            return 1.0
-        if self.name == "inverse-sqrt":
-            return math.sqrt(max(self.warmup, 1) / (step + 1))
-        if self.name == "step":
-            return float(0.1 ** ((2 * step >= self.steps) + (4 * step >= 3 * self.steps)))
-        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
-        return 1 - done if self.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-
-
-def averaged(optimizer: Any, decay: float) -> AveragedWeights:
-    """The exponential moving average of a ``DistributedOptimizer``'s weights, which begins with them."""
-    return AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(decay))

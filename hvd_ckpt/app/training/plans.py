@@ -172,9 +172,8 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
     except OSError as error:
         raise ConfigError(f"plan: cannot read '{file}': {error.strerror}") from None
     # A plan knows the dtype of its autocast, and a run its precision.
-    made = next(
-        (name for name, dtype in AUTOCAST.items() if str(dtype) == f"torch.{loaded.autocast}"), "fp32"
-    )
+    precisions = {str(dtype): name for name, dtype in AUTOCAST.items()}
+    made = precisions.get(f"torch.{loaded.autocast}", "fp32")
     # Only precisions under autocast change the bytes that blocks keep; all others count as fp32.
     if made != precision and {made, precision} & AUTOCAST.keys():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The output of a run: lines of progress of rank 0, and logs."""
+"""The output of a run: lines of progress of rank 0, logs, and traces of steps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.callbacks import Callbacks
+from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.logs import KEYS, TIMES, Logs
-from hvd_ckpt.app.training.modes import Plain
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.spans import KINDS, SpanTimes, recording
 from hvd_ckpt.utils.text import Heartbeat, elapsed, show_bytes
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
 
 
 class Meter:
@@ -195,29 +199,18 @@ class Report:
     """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
 
     Args:
-        mode: mode of the run, which adds up the counts of its ranks.
+        run: adds up the counts of its ranks by its mode. The logs drop records of steps after those that it has taken.
         line: on rank 0, where records are shown.
-        start: steps taken before; records of later ones are dropped from the logs.
 
     Attributes:
         meter: counts what the next entry of the log says.
         tell: calls a method of all callbacks.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        mode: Plain,
-        line: ProgressLines | None,
-        *,
-        start: int,
-        unit: str,
-        callbacks: Sequence[Any] = (),
-    ) -> None:
+    def __init__(self, run: Trainer, line: ProgressLines | None, callbacks: Sequence[Any]) -> None:
         self.tell = Callbacks(list(callbacks), self.say)
-        self._folder, self._mode, self._line = folder, mode, line
-        self._start, self._unit = start, unit
-        self.meter = Meter(mode.device, parts=mode.parts)
+        self._run, self._line, self._start = run, line, run.progress.step
+        self.meter = Meter(run.device, parts=run.mode.parts)
         self._open = ExitStack()
         self._logs: Logs | None = None
 
@@ -234,13 +227,14 @@ class Report:
 
     def _open_logs(self) -> Logs:
         """The logs. A damaged one is put aside: it must not end the training."""
+        folder = self._run.folder
         try:
-            return Logs(self._folder, self._start)
+            return Logs(folder, self._start)
         except ValueError as error:
             aside = f"log-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-            (self._folder / "log.jsonl").rename(self._folder / aside)
+            (folder / "log.jsonl").rename(folder / aside)
             self.say(f"Warning: {error}: it is renamed to '{aside}', and a new log begins.")
-            return Logs(self._folder, self._start)
+            return Logs(folder, self._start)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -265,10 +259,11 @@ class Report:
 
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
-        reading = self.meter.read(self._mode.add_up)
-        memory, kind = peak_memory(self._mode.device)
-        units = {"unit": self._unit, "memory": memory, "memory_of": kind}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **self._mode.facts()})
+        mode = self._run.mode
+        reading = self.meter.read(mode.add_up)
+        memory, kind = peak_memory(self._run.device)
+        units = {"unit": self._run.objective.unit, "memory": memory, "memory_of": kind}
+        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **mode.facts()})
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the result of an evaluation."""
@@ -299,3 +294,46 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
     # It is in bytes on macOS, and in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024, "resident set"
+
+
+class StepTrace(AbstractContextManager["StepTrace"]):
+    """Writes a trace of ``torch.profiler`` of the configured steps, each process a file. A context manager around the loop.
+
+    Args:
+        steps: first and last, counted from 1, such as ``10:15``; None for no trace.
+        report: report of the run, which does not count the time that writing takes.
+    """
+
+    def __init__(self, steps: str | None, folder: Path, report: Report) -> None:
+        self._steps = range(0) if steps is None else traced_steps(steps)
+        self._file = folder / "profile" / f"rank-{current().number:05}.json"
+        self._report = report
+        self._profiler: Any = None
+
+    def before(self, step: int) -> None:
+        """The step with this number begins."""
+        if step in self._steps and self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def after(self, step: int) -> None:
+        """The step is over; after the last of the trace it is written."""
+        if self._profiler is not None and step + 1 not in self._steps:
+            with self._report.meter.excluded():
+                self._write()
+
+    def _write(self) -> None:
+        """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
+        if self._profiler is None:
+            return
+        # Forgotten first: an error while it is written must not write it again at the end of the run.
+        profiler, self._profiler, self._steps = self._profiler, None, range(0)
+        profiler.stop()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:
+            self._report.say(f"Warning: the trace '{self._file}' is not written: {error}")
+
+    def __exit__(self, *_: object) -> None:
+        self._write()

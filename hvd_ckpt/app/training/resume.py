@@ -167,6 +167,9 @@ class _PerRank(PerRankState):
     logged: list[Logged]
 
 
+SCHEMAS = _Replicated, _PerRank
+
+
 # ------------------------------------------------------------------------------------ validation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_ckpt.app.datasets.text import TEXTS
 from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
@@ -61,8 +61,13 @@ def settings_of(path: Path) -> Trained:
     return Trained(config, config.sequence_length or entry.data.get("length", 128), tokenizer)
 
 
-def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
-    """The model of a run with these weights, in evaluation mode; a ConfigError if they are not of this model."""
+def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
+    """Writes a folder for transformers' ``from_pretrained``: configuration, weights, and the tokenizer of the run.
+
+    Raises:
+        ConfigError: the weights are not of the run's model.
+        Wrong: the model is not one of transformers.
+    """
     try:
         embeddings = next((weights[name] for name in EMBEDDINGS if name in weights), None)
         if embeddings is None or embeddings.dim() != 2:
@@ -72,21 +77,11 @@ def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
-    return model.eval()
-
-
-def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
-    """Writes a folder for transformers' ``from_pretrained``: configuration, weights, and the tokenizer of the run.
-
-    Raises:
-        Wrong: the model is not one of transformers.
-    """
-    model = load_model(run, weights)
     if not isinstance(model, WrappedChain):
         raise Wrong(
             f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
         )
-    model.transformers_model.save_pretrained(path)
+    model.eval().transformers_model.save_pretrained(path)
     if run.tokenizer is None and run.config.data is not None and run.config.data.kind == "tokens":
         # Nothing tells what the ids stand for, so the folder has no tokenizer.
         return

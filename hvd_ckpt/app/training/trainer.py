@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.build import Assembly, check_functions
 from hvd_ckpt.app.training.callbacks import callbacks_of
@@ -26,16 +27,15 @@ from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
 from hvd_ckpt.app.training.modes import Parts, mode_of
-from hvd_ckpt.app.training.optim import Schedule, averaged, freeze, optimizer_of
+from hvd_ckpt.app.training.optim import Schedule, freeze, optimizer_of
 from hvd_ckpt.app.training.plans import choose_plan, planned_peak
-from hvd_ckpt.app.training.profiling import StepTrace
-from hvd_ckpt.app.training.report import ProgressLines, Report
-from hvd_ckpt.app.training.resume import Progress, ResumePoint, find_resume_point, read_snapshot
+from hvd_ckpt.app.training.report import ProgressLines, Report, StepTrace
+from hvd_ckpt.app.training.resume import SCHEMAS, Progress, ResumePoint, find_resume_point, read_snapshot
 from hvd_ckpt.app.training.summary import print_summary
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
@@ -44,6 +44,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.weights import verify_weights
+from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors
@@ -96,7 +97,6 @@ class Trainer:
         report, trace: what the run counts, shows and logs, and the trace of the configured steps.
         snapshots: snapshots of the run, and requests to stop it.
         reports: requests to stop and losses that are not finite, which single ranks report to all.
-        requested_stop: a request to stop before :meth:`run`, as in ``Outcome.stopped``.
 
     Raises:
         ConfigError: a setting does not fit the model, a folder or snapshot cannot be used, or another run uses the folder; raised
@@ -193,7 +193,7 @@ class Trainer:
         aliases = ModelTensors(self.model).aliases
         model = self.model
         if config.in_stages:
-            model = cut_into_stages(model, self.optimizer, config, self.device, self.plan)
+            model = cut_into_stages(self)
         elif self.plan is not None:
             self.plan.apply(model)
         broadcast_parameters(model.state_dict(), root_rank=0)
@@ -202,10 +202,10 @@ class Trainer:
         # The state of shards is different on each rank.
         if Mode.same_state and not config.shard.stage:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
-        self.average = None if config.ema is None else averaged(self.optimizer, config.ema)
-        self.mode = Mode(
-            config, self.model, self.optimizer, self.objective, precision=self.precision, device=self.device
-        )
+        self.average = None
+        if config.ema is not None:
+            self.average = AveragedWeights(self.optimizer, multi_avg_fn=get_ema_multi_avg_fn(config.ema))
+        self.mode = Mode(self)
 
     def _load(self, snapshot: Snapshot | None, lock: FolderLock | None) -> None:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
@@ -213,14 +213,7 @@ class Trainer:
         seed_all(seed_of_rank(config.seed, taken))
         shows = current().number == 0
         line = ProgressLines(self.steps, taken, planned_peak(self.plan)) if shows else None
-        self.report = Report(
-            self.folder,
-            self.mode,
-            line,
-            start=taken,
-            unit=self.objective.unit,
-            callbacks=self._callbacks,
-        )
+        self.report = Report(self, line, self._callbacks)
         self.trace = StepTrace(config.profile, self.folder, self.report)
         self.snapshots = Snapshots(
             self.folder,
@@ -239,14 +232,6 @@ class Trainer:
                 self.report.meter.load_pending(self.mode.logged_in(snapshot, of_rank))
         self.reports = self.mode.reports(config, self.snapshots.stop, self.report.say)
 
-    @property
-    def requested_stop(self) -> str | None:
-        return self.snapshots.stop.reason
-
-    @requested_stop.setter
-    def requested_stop(self, reason: str | None) -> None:
-        self.snapshots.stop.reason = reason
-
     # -------------------------------------------------------------------------------- the loop
 
     def run(self, after_step: Callable[[], None] | None = None) -> Outcome:
@@ -262,12 +247,12 @@ class Trainer:
             FatalTrainingError: a loss is not finite, or the weights of ranks differ; raised on every rank.
             SnapshotError: the last snapshot cannot be written; raised on every rank. Earlier failures only give a warning.
         """
-        config, progress, count = self.config, self.progress, self.mode.parts
-        loader = Loader(
-            self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, count
+        config, progress = self.config, self.progress
+        batches = batches_of_rank(
+            self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, self.mode.parts
         )
         # Left in reverse: trace and snapshots warn through the report until they end.
-        with loader, self.report, self.trace, self.snapshots:
+        with closing(batches), self.report, self.trace, self.snapshots:
             with self.report.meter.excluded():
                 self.report.tell("on_begin", self)
                 # Trackers may keep the first process waiting. The others wait here, and not in their first step, which is timed.
@@ -277,9 +262,13 @@ class Trainer:
             while not self._finished():
                 self.trace.before(progress.step + 1)
                 with span("data"):
-                    parts = [next(loader) for _ in range(count)]
+                    parts, position = next(batches)
                 accumulated = self.step(parts)
-                self._count(parts, accumulated, loader.position)
+                progress.step += 1
+                progress.position = position
+                units = sum(self.objective.units(batch) for batch, samples in parts if samples)
+                self.report.add(progress.step, accumulated, units)
+                self.trace.after(progress.step)
                 self._do_what_is_due()
                 if after_step is not None and not self._finished():
                     after_step()
@@ -339,26 +328,14 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the validation split; the same on every rank. See :func:`~.evaluation.evaluate`."""
-        assert self.test is not None
         with self.mode.evaluated():
-            return evaluate(
-                self.model,
-                self.test,
-                self.objective,
-                self.average,
-                batch=self.config.micro_batch,
-                device=self.device,
-                autocast=self.precision.autocast,
-                batches=self.config.eval_batches,
-                parts=self.mode.parts,
-                in_step=self.mode.gathers_weights,
-            )
+            return evaluate(self)
 
     def state(self) -> SavedState:
         """All state that the run needs to resume, on each rank; see :meth:`Snapshots.commit`."""
-        return self.snapshots.commit(**self._further_state())
+        return self.snapshots.commit(*self._further_state())
 
-    def _further_state(self) -> dict[str, dict[str, Any]]:
+    def _further_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state in a snapshot that only a run of this trainer has, and no loop of one's own."""
         logged = self.report.meter.pending()
         replicated = {
@@ -370,18 +347,9 @@ class Trainer:
             "samples": len(self.train),
             **self.mode.state(logged),
         }
-        return {"replicated": replicated, "per_rank": {"logged": logged}}
+        return replicated, {"logged": logged}
 
     # -------------------------------------------------------------------------------- within a run
-
-    def _count(self, parts: Parts, accumulated: list[Accumulated], position: int) -> None:
-        """Counts a step, after which the run is at a position in the data."""
-        progress = self.progress
-        progress.step += 1
-        progress.position = position
-        units = sum(self.objective.units(batch) for batch, samples in parts if samples)
-        self.report.add(progress.step, accumulated, units)
-        self.trace.after(progress.step)
 
     def _do_what_is_due(self) -> None:
         """The log, checks, an evaluation and a snapshot, where the last step was one for them."""
@@ -403,7 +371,7 @@ class Trainer:
         # and the evaluations so far, which a resumed run does not repeat.
         if self._finished() or _due(config.snapshot_every, progress.step):
             with self.report.meter.excluded():
-                self.snapshots.begin(progress.step, **self._further_state())
+                self.snapshots.begin(progress.step, *self._further_state(), *SCHEMAS)
         self._tell_of_snapshots()
 
     def _evaluate_and_report(self, due: bool) -> None:
