@@ -71,23 +71,20 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-LOADERS: dict[str, Any] = {
-    "shuffle": lambda: DataLoader(Augmented(), 2, num_workers=1, shuffle=True),
-    "weighted": lambda: DataLoader(
-        Augmented(), 2, num_workers=1, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
-    ),
-    "batches": lambda: DataLoader(Augmented(), num_workers=1, batch_sampler=Batches()),
-    "iterable": lambda: DataLoader(Stream(), 2, num_workers=1),
-    "persistent": lambda: DataLoader(
-        Augmented(), 2, num_workers=1, persistent_workers=True, sampler=RandomSampler(range(SAMPLES))
-    ),
-    "generator": lambda: DataLoader(
-        Augmented(), 2, num_workers=1, shuffle=True, generator=torch.Generator().manual_seed(5)
-    ),
-    "init": lambda: DataLoader(
-        Augmented(), 2, num_workers=1, worker_init_fn=lambda number: None, sampler=RandomSampler(range(SAMPLES))
-    ),
-}  # fmt: skip
+KINDS = ("shuffle", "weighted", "batches", "iterable", "persistent", "generator", "init")
+
+
+def loader(kind: str) -> DataLoader:
+    own = {"batch_size": 2, "sampler": None if kind == "iterable" else RandomSampler(range(SAMPLES))}
+    own |= {
+        "shuffle": {"sampler": None, "shuffle": True},
+        "weighted": {"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)},
+        "batches": {"batch_size": 1, "sampler": None, "batch_sampler": Batches()},
+        "persistent": {"persistent_workers": True},
+        "generator": {"sampler": None, "shuffle": True, "generator": torch.Generator().manual_seed(5)},
+        "init": {"worker_init_fn": lambda number: None},
+    }.get(kind, {})
+    return DataLoader(Stream() if kind == "iterable" else Augmented(), num_workers=1, **own)
 
 
 def fit(kind: str, seed: int, resume: Any = None, **settings: Any) -> dict[int, list[list[float]]]:
@@ -99,11 +96,11 @@ def fit(kind: str, seed: int, resume: Any = None, **settings: Any) -> dict[int, 
     trainer = pl.Trainer(
         strategy=HorovodStrategy(), accelerator="cpu", use_distributed_sampler=not own, **settings
     )
-    trainer.fit(module, LOADERS[kind](), ckpt_path=resume)
+    trainer.fit(module, loader(kind), ckpt_path=resume)
     return module.seen
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_draws_are_new_in_each_epoch_on_each_rank_and_for_each_seed(kind: str) -> None:
     runs = [fit(kind, seed) for seed in (3, 3, 4)]
     assert runs[0] == runs[1]

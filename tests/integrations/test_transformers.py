@@ -23,21 +23,14 @@ from hvd_ckpt.app.integrations.transformers import SaveOnSignal, Seq2SeqTrainer,
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e9}
 
 
 class Rows(Dataset):
-    """Rows of tokens; a label for each row, or for each token, of which rows have different numbers."""
+    """Rows of tokens, which have different numbers of labels."""
 
-    def __init__(self, rows: int = 12, causal: bool = False) -> None:
+    def __init__(self, rows: int = 12) -> None:
         self.tokens = torch.randint(1, 32, (rows, 8), generator=torch.Generator().manual_seed(0))
-        self.causal = causal
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -46,12 +39,7 @@ class Rows(Dataset):
         row = self.tokens[index]
         kept = torch.where(torch.arange(8) < 3 + index % 5, row, -100)
         kept[0] = -100  # which is never predicted
-        return {"input_ids": row, "labels": kept if self.causal else row.sum() % 2}
-
-
-def bert() -> Any:
-    torch.manual_seed(7 + hc.rank())  # rank 0's weights count
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=2))
+        return {"input_ids": row, "labels": kept}
 
 
 def causal(dropout: float = 0.0) -> Any:
@@ -80,11 +68,11 @@ def arguments(folder: Any, kind: Any = transformers.TrainingArguments, **setting
 
 
 def trained(
-    folder: Any, model: Any, data: Any, resume: Any = None, seed: int = 1, extra: Any = None, **settings: Any
+    folder: Any, resume: Any = None, model: Any = None, seed: int = 1, extra: Any = None, **settings: Any
 ) -> Any:
-    trainer = Trainer(
-        model, arguments(folder, **settings), train_dataset=data, eval_dataset=data, **(extra or {})
-    )
+    """A Trainer that has trained, by default a model with dropout."""
+    args, model, data = arguments(folder, **settings), model or causal(0.1), Rows()
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, **(extra or {}))
     torch.manual_seed(seed + hc.rank())
     trainer.train(resume_from_checkpoint=resume)
     hc.barrier()
@@ -97,45 +85,18 @@ def same_bits(model: Any, other: Any) -> None:
         assert torch.equal(value, expected), name
 
 
-def test_fine_tuning_bert_with_evaluation(folder) -> None:
-    def accuracy(prediction):
-        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-    trainer = trained(
-        folder,
-        bert(),
-        Rows(),
-        eval_strategy="steps",
-        eval_steps=5,
-        max_steps=12,
-        extra={"compute_metrics": accuracy},
-    )
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    metrics = hc.allgather_object(trainer.evaluate())
-    assert len({(metric["eval_loss"], metric["eval_accuracy"]) for metric in metrics}) == 1
-    assert trainer.is_world_process_zero() == (hc.rank() == 0)
-
-
 def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
     """Rows have different numbers of tokens: one step is that of one process on all rows."""
-    data, model = Rows(4 * hc.size(), causal=True), causal()
+    data, model = Rows(4 * hc.size()), causal()
     alone = copy.deepcopy(model)
     hc.broadcast_parameters(alone.state_dict(), root_rank=0)
     batch = {name: torch.stack([data[row][name] for row in range(len(data))]) for name in data[0]}
     loss = alone(**batch).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)
-    trainer = trained(
-        folder,
-        model,
-        data,
-        gradient_accumulation_steps=2,
-        max_steps=1,
-        optim="sgd",
-        learning_rate=1.0,
-        max_grad_norm=1e9,
-    )
+    args = arguments(folder, gradient_accumulation_steps=2, max_steps=1, **SGD)
+    trainer = Trainer(model, args, train_dataset=data)
+    trainer.train()
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -146,14 +107,12 @@ def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_sharding_evaluates_generates_and_saves(folder, shard: str) -> None:
-    data = Rows(causal=True)
-    extra = {"shard": shard}
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.1}
-    trainer = trained(folder, causal(), data, extra=extra, **settings)
-    other = trained(folder, causal(), data, **settings)
+    trainer = trained(folder, model=causal(), extra={"shard": shard}, **settings)
+    other = trained(folder, model=causal(), **settings)
     for value, expected in zip(trainer.model.parameters(), other.model.parameters()):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    made = trainer.model.generate(data.tokens[:2, :3], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    made = trainer.model.generate(Rows().tokens[:2, :3], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert made.shape[0] == 2
     trainer.save_model()
     hc.barrier()
@@ -176,7 +135,7 @@ def test_generation_during_evaluation(folder) -> None:
         shapes.append(prediction.predictions.shape)
         return {}
 
-    data = Rows(4, causal=True)
+    data = Rows(4)
     trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data, compute_metrics=seen)
     trainer.train()
     trainer.evaluate()
@@ -199,27 +158,25 @@ class Asks(transformers.TrainerCallback):
 @pytest.mark.parametrize("way, shard", [("signal", "none"), ("file", "parameters")])
 def test_a_request_to_one_rank_stops_all_with_a_checkpoint(folder, monkeypatch, way: str, shard: str) -> None:
     monkeypatch.setattr("hvd_ckpt.processes.stopping.LOOK_SECONDS", 0.0)
-    data = Rows(causal=True)
     extra = {"shard": shard}
-    whole = trained(folder, causal(0.1), data, extra=extra)
+    whole = trained(folder, extra=extra)
     handler = signal.getsignal(signal.SIGTERM)
     stop = SaveOnSignal(folder / "run")
     with pytest.raises(SystemExit) as ended:
-        trained(folder, causal(0.1), data, extra={**extra, "callbacks": [stop, Asks(way)]})
+        trained(folder, extra={**extra, "callbacks": [stop, Asks(way)]})
     assert ended.value.code == (128 + signal.SIGTERM if way == "signal" else 0)
     assert signal.getsignal(signal.SIGTERM) is handler and not (folder / "run" / "stop").exists()
     assert len(list(Path(stop.checkpoint).glob("rng_state*.pth"))) == hc.size()
     stored = torch.load(Path(stop.checkpoint, "training_args.bin"), weights_only=False)
     assert type(stored) is transformers.TrainingArguments
-    resumed = trained(folder, causal(0.1), data, resume=stop.checkpoint, seed=50, extra=extra)
+    resumed = trained(folder, stop.checkpoint, seed=50, extra=extra)
     same_bits(resumed.model, whole.model)
 
 
 def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner) -> None:
-    data = Rows(causal=True)
-    plain = trained(folder, causal(0.1), data)
-    same_bits(trained(folder, causal(0.1), data, gradient_checkpointing=True).model, plain.model)
-    same_bits(trained(folder, causal(0.1), data, extra={"budget": "0.8x"}).model, plain.model)
+    plain = trained(folder)
+    same_bits(trained(folder, gradient_checkpointing=True).model, plain.model)
+    same_bits(trained(folder, extra={"budget": "0.8x"}).model, plain.model)
 
 
 class Normed(torch.nn.Module):
@@ -242,10 +199,7 @@ class Points(Dataset):
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.x, self.y = (
-            torch.randn(256, 4, generator=generator)[:size],
-            torch.randn(256, 1, generator=generator)[:size],
-        )
+        self.x, self.y = (torch.randn(256, width, generator=generator)[:size] for width in (4, 1))
         self.seen: list[int] = []
 
     def __len__(self) -> int:
@@ -258,32 +212,13 @@ class Points(Dataset):
 
 def decided(folder: Any, model: Any = None, shard: str = "none", **settings: Any) -> Any:
     """A Trainer that has trained by its decisions; which are the same on all ranks."""
-    extra = {
-        name: settings.pop(name)
-        for name in ("callbacks", "compute_metrics", "optimizers")
-        if name in settings
-    }
-    given = {
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.03,
-        "max_steps": 30,
-        "lr_scheduler_type": "constant",
-    }
-    steps = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-    }
-    args = arguments(folder, **{**given, **steps, **settings})
-    trainer = Trainer(
-        Normed() if model is None else model,
-        args,
-        train_dataset=Points(256),
-        eval_dataset=Points(64),
-        shard=shard,
-        **extra,
-    )
+    names = {"callbacks", "compute_metrics", "optimizers"} & settings.keys()
+    extra = {name: settings.pop(name) for name in names}
+    given = {"per_device_train_batch_size": 4, "learning_rate": 0.03, "max_steps": 30}
+    given |= {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 1}
+    given |= {"metric_for_best_model": "loss", "greater_is_better": False}
+    args, data = arguments(folder, **{**given, **settings}), (Points(256), Points(64))
+    trainer = Trainer(model or Normed(), args, None, *data, shard=shard, **extra)
     trainer.train()
     state = trainer.state
     found = {
@@ -361,27 +296,15 @@ def test_what_callbacks_of_the_user_decide_is_rank_0s(
     own = [callback] if everywhere or hc.rank() == 0 else []
     settings = {"save_strategy": "steps", "save_steps": 2} if event == "on_save" else {}
     settings |= {"eval_steps": 7} if flag == "should_evaluate" else {}
-    trainer = decided(
-        folder,
-        shard="optimizer",
-        max_steps=10,
-        gradient_accumulation_steps=2,
-        callbacks=own,
-        eval_on_start=True,
-        **settings,
-    )
+    settings |= {"max_steps": 10, "gradient_accumulation_steps": 2, "eval_on_start": True}
+    trainer = decided(folder, shard="optimizer", callbacks=own, **settings)
     if flag == "should_training_stop":
         assert trainer.state.global_step < 7
 
 
 def test_metrics_are_rank_0s(folder) -> None:
-    trainer = decided(
-        folder,
-        compute_metrics=lambda found: {"own": float(hc.rank())},
-        metric_for_best_model="own",
-        max_steps=3,
-    )
-    assert trainer.state.best_metric == 0.0
+    own = {"compute_metrics": lambda found: {"own": float(hc.rank())}, "metric_for_best_model": "own"}
+    assert decided(folder, max_steps=3, **own).state.best_metric == 0.0
 
 
 @pytest.mark.parametrize(
@@ -400,11 +323,9 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         ({"gradient_checkpointing": True}, {"budget": "0.5x"}),
         ({"train_sampling_strategy": "sequential"}, {}),
         ({"enable_jit_checkpoint": True}, {}),
-        (
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-            {"shard": "parameters"},
-        ),
-    ):
+        ({"load_best_model_at_end": True, **dict.fromkeys(("eval_strategy", "save_strategy"), "steps")},
+         {"shard": "parameters"}),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
@@ -454,9 +375,8 @@ class OwnDistributedLoader(Trainer):
 def test_data_of_the_user_are_divided_over_the_ranks(folder, kind: Any) -> None:
     points, model = Points(32), Noting()
     args = arguments(folder, per_device_train_batch_size=4, max_steps=-1, num_train_epochs=1)
-    trainer = kind(
-        model, args, train_dataset=Stream(points) if kind is Trainer else points, eval_dataset=points
-    )
+    data = Stream(points) if kind is Trainer else points
+    trainer = kind(model, args, train_dataset=data, eval_dataset=points)
     torch.manual_seed(hc.rank())
     trainer.train()
     assert trainer.state.global_step == trainer.state.max_steps == 32 // 4 // hc.size()
@@ -469,31 +389,21 @@ def test_data_of_the_user_are_divided_over_the_ranks(folder, kind: Any) -> None:
 
 def test_a_stop_stays_due_after_an_evaluation_that_is_not_the_best(folder) -> None:
     stop = SaveOnSignal(folder / "run")
+    own = {"compute_metrics": lambda found: {"own": 0.0}, "metric_for_best_model": "own"}
     with pytest.raises(SystemExit):
-        decided(
-            folder,
-            save_strategy="best",
-            compute_metrics=lambda found: {"own": 0.0},
-            metric_for_best_model="own",
-            callbacks=[stop, Asks("signal")],
-        )
+        decided(folder, save_strategy="best", callbacks=[stop, Asks("signal")], **own)
     assert stop.checkpoint is not None and not stop.checkpoint.endswith("-1")
 
 
 def test_losses_and_counts_are_those_of_all_ranks(folder) -> None:
-    trainer = Trainer(
-        causal(),
-        arguments(folder, max_steps=3, logging_steps=2, include_num_input_tokens_seen="all"),
-        train_dataset=Rows(causal=True),
-    )
+    args = arguments(folder, max_steps=3, logging_steps=2, include_num_input_tokens_seen="all")
+    trainer = Trainer(causal(), args, train_dataset=Rows())
     result = trainer.train()
     found = (result.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen)
     assert set(hc.allgather_object(found)) == {found}
     batch = {"input_ids": torch.zeros(2, 8)}
-    assert found[1:] == (
-        3 * hc.size() * trainer.floating_point_ops(batch),
-        3 * hc.size() * batch["input_ids"].numel(),
-    )
+    of_a_batch = trainer.floating_point_ops(batch), batch["input_ids"].numel()
+    assert found[1:] == tuple(3 * hc.size() * number for number in of_a_batch)
     if hc.rank() == 0:
         trainer.log({"loss": 1.0})
         assert trainer.state.log_history[-1]["loss"] == 1.0
@@ -502,12 +412,13 @@ def test_losses_and_counts_are_those_of_all_ranks(folder) -> None:
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_a_checkpoint_on_each_host(folder, monkeypatch, shard: str) -> None:
     monkeypatch.setattr(hc, "local_rank", lambda: 0)  # as if each rank were on a host of its own
-    own, data, extra = folder / str(hc.rank()), Rows(causal=True), {"shard": shard}
+    own = folder / str(hc.rank())
     settings = {"save_strategy": "steps", "save_steps": 3, "save_on_each_node": True}
-    whole = trained(own, causal(0.1), data, extra=extra, **settings)
+    settings["extra"] = {"shard": shard}
+    whole = trained(own, **settings)
     checkpoint = own / "run" / "checkpoint-3"
     assert len(torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]) > 0
-    resumed = trained(own, causal(0.1), data, resume=str(checkpoint), seed=50, extra=extra, **settings)
+    resumed = trained(own, str(checkpoint), seed=50, **settings)
     same_bits(resumed.model, whole.model)
 
 
@@ -535,7 +446,8 @@ def test_another_training_has_the_users_optimizer(folder) -> None:
 
 def test_the_main_process_is_first(folder) -> None:
     args = arguments(folder)
-    Trainer(Normed(), args, train_dataset=Points(8))
+    trainer = Trainer(Normed(), args, train_dataset=Points(8))
+    assert trainer.is_world_process_zero() == (hc.rank() == 0)
     with args.main_process_first(local=False):
         if hc.rank() == 0:
             time.sleep(0.2)
@@ -543,19 +455,12 @@ def test_the_main_process_is_first(folder) -> None:
         assert (folder / "made").exists()
 
 
-class Lookahead(torch.optim.SGD):
-    """Has an attribute like a wrapper."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr)
-        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
-
-
 def test_an_optimizer_with_an_attribute_like_a_wrapper(folder) -> None:
     model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     args = arguments(folder, max_steps=2)
-    pair = Lookahead(model.parameters(), 0.1), None
-    trainer = Trainer(model, args, train_dataset=Points(16), optimizers=pair)
+    trainer = Trainer(model, args, train_dataset=Points(16), optimizers=(optimizer, None))
     assert trainer.create_optimizer() is trainer.create_optimizer()
     trainer.train()
     hc.verify(model)

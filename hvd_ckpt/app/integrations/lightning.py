@@ -6,6 +6,7 @@ distributed optimizers, reduces gradients before hooks and clipping, and adds ea
 
 from __future__ import annotations
 
+import io
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,12 +28,12 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.integrations.lightning_ending import Ending
 from hvd_ckpt.app.integrations.lightning_optimizer import hand_on, unwrapped
 from hvd_ckpt.app.integrations.lightning_plan import TrainingStep, apply_plan
-from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
-from hvd_ckpt.snapshots.random_state import set_random_state
+from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.utils.measure import is_undisturbed
+from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import check
 
 STATE = "hvd_ckpt"  # key of a checkpoint
@@ -193,10 +194,10 @@ class HorovodStrategy(ParallelStrategy):
             hc.SyncBatchNorm.convert(model)
         attributes = (value for callback in trainer.callbacks for value in vars(callback).values())
         for owner in (model, *attributes):
-            for module in owner.modules() if isinstance(owner, nn.Module) else ():
+            for metric in metrics_in(owner).values() if isinstance(owner, nn.Module) else ():
                 # By default, metrics gather by torch.distributed, which has no process group here.
-                if isinstance(module, Metric) and module.dist_sync_fn is None:
-                    module.dist_sync_fn, module.distributed_available_fn = gather_state, is_initialized
+                if metric.dist_sync_fn is None:
+                    metric.dist_sync_fn, metric.distributed_available_fn = gather_state, is_initialized
         hc.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
         return TrainingStep(model) if trainer.training else model
 
@@ -303,7 +304,11 @@ class HorovodStrategy(ParallelStrategy):
         check({"HorovodStrategy": True, "lr_find()": Path(filepath).name.startswith(TRIAL)})
         if "optimizer_states" in checkpoint:
             # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
-            checkpoint[STATE] = states_of_ranks(self.lightning_module, self.optimizers)
+            # As bytes, since unsigned integers of random states cannot be pickled.
+            buffer = io.BytesIO()
+            torch.save(self._state_of_rank(), buffer)
+            stored = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            checkpoint[STATE] = {"ranks": hc.allgather_object(stored)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -312,8 +317,30 @@ class HorovodStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        state, objects = checkpoint.get(STATE), self._weights_only is False
-        self._random = load_states(state, self.lightning_module, self.optimizers, objects)
+        ranks = checkpoint.get(STATE, {"ranks": []})["ranks"]
+        if len(ranks) != hc.size():
+            return  # each rank draws new random numbers
+        stored = io.BytesIO(ranks[hc.rank()].numpy().tobytes())
+        # Extra states of modules may contain objects, which are unpickled only if the user asks for that.
+        state = torch.load(stored, weights_only=self._weights_only is not False)
+        for optimizer, reduction in zip(self.optimizers, state["reduction"]):
+            optimizer.load_reduction_state_dict(reduction)
+        load_own_state(self.lightning_module, state["module"])
+        for name, metric in metrics_in(self.lightning_module).items():
+            if name in state["metrics"]:
+                metric._update_count, values = state["metrics"][name]
+                vars(metric).update(values)
+        self._random = state["random"]
+
+    def _state_of_rank(self) -> dict[str, Any]:
+        metrics = metrics_in(self.lightning_module).items()
+        return {
+            "random": random_state(),
+            "module": own_state(self.lightning_module),
+            # What metrics have counted on this rank, which no state_dict() has.
+            "metrics": {name: (metric.update_count, metric.metric_state) for name, metric in metrics},
+            "reduction": [optimizer.reduction_state_dict() for optimizer in self.optimizers],
+        }
 
     def on_train_start(self) -> None:
         if self._random is not None:
@@ -367,6 +394,11 @@ class SaveOnSignal(Stopping, Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.end()
+
+
+def metrics_in(module: nn.Module) -> dict[str, Metric]:
+    """The metrics of a module, by name."""
+    return {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
 
 
 def gather_state(value: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
