@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import pytest
@@ -70,6 +72,16 @@ def test_an_unknown_command_is_named_and_one_that_cannot_be_loaded_sends_to_the_
     assert result.exit_code == 1
     assert "absent cannot be loaded" in result.output
     assert "hvd-ckpt doctor" in result.output
+
+
+def test_ranks_of_torchrun_count_before_horovod_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **started})
+    (tmp_path / "run.yaml").write_text("model: gpt-tiny\npipeline: 3\n")
+    result = CliRunner().invoke(cli.main, ["layout", str(tmp_path / "run.yaml"), "--memory", "1GiB"])
+    assert "2 ranks cannot be divided into pipeline 3" in result.output
 
 
 def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

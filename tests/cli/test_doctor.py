@@ -32,6 +32,7 @@ def path_without_ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+SETTINGS = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_SECRET_KEY": "hush", "OMP_NUM_THREADS": "1"}
 NO_HOROVOD = "sys.modules['horovod'] = None\n"
 NO_USER = "patch('pwd.getpwuid', side_effect=KeyError).start()\n"  # the password file does not know the user
 BROKEN = {
@@ -49,14 +50,7 @@ def results(path_without_ssh: str, tmp_path_factory: pytest.TempPathFactory) -> 
         return Case(f"{before}main(['doctor', *sys.argv[1:]])", environment, arguments)
 
     cases = {
-        "healthy": doctor(
-            "--json",
-            before="",
-            PATH=path_without_ssh,
-            HOROVOD_CYCLE_TIME="2",
-            HOROVOD_SECRET_KEY="hush",
-            OMP_NUM_THREADS="1",
-        ),
+        "healthy": doctor("--json", before="", PATH=path_without_ssh, **SETTINGS),
         "impatient": doctor("--json", "--timeout", "1", before=""),
         "no PyTorch": doctor(before="sys.modules['torch'] = None\n"),
         "no home": doctor("--json", before=NO_HOROVOD + NO_USER + "del os.environ['HOME']\n"),
@@ -106,14 +100,7 @@ def test_what_is_installed_and_works(healthy: list[Finding]) -> None:
 def test_the_table_says_the_same(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     doctor.print_table(healthy)
     shown = capsys.readouterr().out
-    for text in (
-        "PyTorch",
-        "0.28.1",
-        "gloo",
-        "mpi",
-        "HOROVOD_CYCLE_TIME=2",
-        "OMPI_MCA_plm",
-    ):
+    for text in ("PyTorch", "0.28.1", "gloo", "mpi", "HOROVOD_CYCLE_TIME=2", "OMPI_MCA_plm"):
         assert text in shown
     assert "problem" not in shown
 

@@ -22,12 +22,8 @@ from hvd_ckpt.app.training.config import Config
 
 OPTIONS: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2}
 LENGTH = 12
-CLASSES = {
-    "bert": "BertForMaskedLM",
-    "roberta": "RobertaForMaskedLM",
-    "xlnet": "XLNetLMHeadModel",
-    "gpt2": "GPT2LMHeadModel",
-}
+CLASSES = {"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "xlnet": "XLNetLMHeadModel"}
+CLASSES["gpt2"] = "GPT2LMHeadModel"
 TEXT = "To be, or not to be: that is the question \u2014 whether 'tis nobler in the mind to suffer.\n" * 9
 
 
@@ -54,9 +50,9 @@ def test_transformers_loads_the_model_and_its_tokenizer(family: str, tmp_path: P
     if family in ("bert", "gpt2"):  # the others' tokens are bytes
         tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.train_from_iterator(
-            [TEXT], trainers.BpeTrainer(vocab_size=90, special_tokens=["[UNK]", "[MASK]"])
-        )
+        special_tokens = ["[UNK]", "[MASK]"]
+        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=special_tokens)
+        tokenizer.train_from_iterator([TEXT], trainer)
         tokenizer.save(str(tmp_path / "tokens.json"))
         settings = {"tokenizer": str(tmp_path / "tokens.json")}
     model = run_of(tmp_path, f"{family}-tiny", **settings)

@@ -150,32 +150,19 @@ def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run)
         ("", "--budget plenty", "budget must be bytes, or text such as '6GiB'"),
         ("", "--model-option layers=3", "no option of own_model_to_plan:make 'layers'"),
         ("", "--model-option width", "--model-option 'width': give NAME=VALUE"),
-        ("", "--batch 0", "batch is 0"),
-        ("", "--device tpu", "device 'tpu'"),
         ("", "--device cuda:99", "device 'cuda:99': this machine has no such device"),
         ("", "--precision fp8", "fp8"),
         ("", "--length 8", "no option --length: did you mean 'sequence_length'?"),
         ("", "--output .", "is not empty"),
-        ("brt-small", "", "no model 'brt-small': did you mean 'bert-small'?"),
         (".", "", "has no config.json"),
         ("no_such_module_here:make", "", "no model 'no_such_module_here:make'"),
         ("own_model_to_plan:number", "", "is a int, not a function"),
-        (
-            "own_model_to_plan:broken",
-            "",
-            "it returned Linear, and must return (model, tuple of sample arguments",
-        ),
+        ("own_model_to_plan:broken", "", "it returned Linear, and must return (model, tuple of sample"),
         ("lstm-small", "--pixels 8", "pixels 8: the model lstm-small is trained on text"),
-        ("gpt-tiny", "--model-option layer=2", "no option of gpt-tiny 'layer': did you mean 'layers'?"),
         ("gpt-tiny", "--model-option layers=two", 'layers is "two"'),
         ("gpt-tiny", "--model-option heads=3", "width must be a multiple of heads"),
-        (
-            "gpt-tiny",
-            "--model-option vocabulary=9",
-            "vocabulary=9, and the data have 260: give at least that",
-        ),
+        ("gpt-tiny", "--model-option vocabulary=9", "vocabulary=9, and the data have 260: give at least"),
         ("", "--pipeline 7", "6 blocks cannot be cut into 7 parts"),
-        ("", "--pipeline 2,schedule=2f2b", "2f2b"),
     ],
 )
 def test_bad_arguments_are_one_line(run, model: str, arguments: str, says: str) -> None:
@@ -234,10 +221,7 @@ SMALL = {"width": 32, "layers": 3, "heads": 2}
 TINY = {  # settings, options, least number of blocks
     "gpt-mini": ({"sequence_length": 16}, SMALL, 5),
     "lstm-small": ({"sequence_length": 8}, {"width": 16, "layers": 3}, 3),
-    **{
-        f"{family}-small": ({"sequence_length": 8}, SMALL, 5)
-        for family in ("bert", "roberta", "xlnet", "gpt2")
-    },
+    **{f"{name}-small": ({"sequence_length": 8}, SMALL, 5) for name in ("bert", "roberta", "xlnet", "gpt2")},
     "densenet-22": ({"pixels": 8}, {}, 9),
     "resnet-18": ({"pixels": 32}, {}, 8),
     "vnet": ({"pixels": 16}, {"width": 1}, 9),
@@ -271,14 +255,8 @@ def test_a_model_on_the_meta_device_has_samples_there() -> None:
 def test_a_plan_fits_the_model_that_is_trained(quick_planner: None, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play " * 20)
-    config = Config(
-        "gpt-tiny",
-        model_options={"width": 32, "layers": 2},
-        data=f"text:{text}",
-        sequence_length=16,
-        batch=2,
-        budget="0.6x",
-    )
+    small = {"model_options": {"width": 32, "layers": 2}, "sequence_length": 16}
+    config = Config("gpt-tiny", **small, data=f"text:{text}", batch=2, budget="0.6x")
     config.write_yaml(tmp_path / "run.yaml")
     result = CliRunner().invoke(plan, [str(tmp_path / "run.yaml"), "--output", str(tmp_path / "plan")])
     assert result.exit_code == 0, result.output

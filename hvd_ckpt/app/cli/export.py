@@ -57,10 +57,14 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
     # Imported after the arguments are checked, since this imports PyTorch.
     from hvd_ckpt.snapshots.export import Write, export as write_export, write_pt
     from hvd_ckpt.snapshots.folder import SnapshotError
+    from hvd_ckpt.snapshots.reader import find_in
     from hvd_ckpt.snapshots.tensors import save_tensors
 
     try:
-        snapshot = snapshot_of(Path(run))
+        found = find_in(Path(run))
+        if found is None:
+            raise BadArgument(f"there is no snapshot in '{run}': give the folder of a run or of a snapshot")
+        snapshot = found.path
         write: Write = write_pt if kind == "pt" else save_tensors
         if kind == "hf":
             from hvd_ckpt.app.training.trained import settings_of, write_hf
@@ -99,13 +103,3 @@ def _convert(old: Path, run: Path) -> None:
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
     click.echo(f"Converted '{found[0]}': {written}")
-
-
-def snapshot_of(path: Path) -> Path:
-    """The snapshot itself, or the newest one of a run that is not damaged."""
-    from hvd_ckpt.snapshots.reader import find_in
-
-    snapshot = find_in(path)
-    if snapshot is None:
-        raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    return snapshot.path

@@ -38,6 +38,8 @@ WIDTH = 120  # of the tables where the output is not a terminal
 def _plan(config: Config) -> None:
     from hvd_ckpt.app.cli.first_step import first_step
     from hvd_ckpt.app.training.model import device_of
+    from hvd_ckpt.app.training.optim import optimizer_of
+    from hvd_ckpt.app.training.plans import plan_for
     from hvd_ckpt.distributed.precision import AUTOCAST
     from hvd_ckpt.planning.budget import BudgetError
     from hvd_ckpt.planning.step import Step
@@ -55,11 +57,13 @@ def _plan(config: Config) -> None:
     folder = output_folder(config.output, "plan")
     unmet: BudgetError | None = None
     try:
-        chosen = loaded or _made(config, model, sample)
+        chosen = loaded or plan_for(config, model, sample, optimizer_of(config, model))
     except BudgetError as error:
         if error.nearest is None:
             raise BadArgument(f"--budget {config.budget}: {error}") from None
         chosen, unmet = error.nearest, error
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     baseline = None
     # One process cannot measure stages, whose costs are predicted from the blocks.
     if chosen.pipeline is None:
@@ -94,19 +98,6 @@ def _loaded(config: Config, model: nn.Module, sample: Sample) -> Plan:
         )
         click.echo(f"The plan was made for {made}, the batch is {given}: predictions do not hold.", err=True)
     return loaded
-
-
-def _made(config: Config, model: nn.Module, sample: Sample) -> Plan:
-    from hvd_ckpt.app.training.optim import optimizer_of
-    from hvd_ckpt.app.training.plans import plan_for
-    from hvd_ckpt.planning.budget import BudgetError
-
-    try:
-        return plan_for(config, model, sample, optimizer_of(config, model))
-    except BudgetError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Plan, Cost | None]:
