@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 import torch
+from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.utils.machine import machine_memory
+from hvd_ckpt.utils.text import show_bytes
 from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
 
 MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the profiler's events
@@ -27,7 +28,7 @@ MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the prof
 
 @dataclass
 class PeakMemory:
-    """Memory that a piece of work allocated, above the bytes allocated at its start.
+    """Memory that a piece of work allocated, above the bytes allocated at its start; printed in MiB or another fitting unit.
 
     Attributes:
         peak_bytes: the most bytes allocated at a time.
@@ -36,6 +37,9 @@ class PeakMemory:
 
     peak_bytes: int = 0
     held_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"peak {show_bytes(self.peak_bytes)}, held at the end {show_bytes(self.held_bytes)}"
 
 
 def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
@@ -219,10 +223,10 @@ def recording_marks(device: torch.device | str = "cpu", kind: type[Marks] = Mark
         )
     # Without it, the profiler writes a line to standard error when it starts and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # Not torch.profiler's, which warns that a second cycle would clear the events of the first.
+    with profile(profile_memory=True, use_kineto=True) as profiler:
         yield marks
-    assert profiler.profiler is not None
-    marks.read(profiler.profiler.kineto_results)
+    marks.read(profiler.kineto_results)
 
 
 def free_memory(device: torch.device) -> int:

@@ -47,6 +47,11 @@ def test_the_peak_and_what_is_held(work, peak: int, held: int) -> None:
     assert (memory.peak_bytes, memory.held_bytes) == (peak, held)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_measurement_is_quiet_and_prints_units() -> None:
+    assert str(measure_peak(overlapping)) == "peak 5.86 KiB, held at the end 0 B"
+
+
 def test_forward_of_a_chain_keeps_every_activation_and_recomputation_does_not() -> None:
     """A chain of sigmoids saves each output (n floats each): by hand, layers * n against the two kept inputs."""
     n, layers = 1000, 6
