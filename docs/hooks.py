@@ -15,6 +15,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples.md",
 }
+RULES = "hvd_ckpt/utils/rules.py"  # its table is a page of the site
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
 
@@ -62,15 +63,16 @@ def on_page_markdown(markdown, page, **_):
     """Links that are right in the repository become right on the site; those to files that it has not become their text."""
     sources = {page: name for name, page in PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    places = {**PAGES, RULES: "combinations.md"}
 
     def link(match):
         image, text, target, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if not (ROOT / path).exists():
             return match[0]
-        if path not in PAGES and not path.startswith("docs/"):
+        if path not in places and not path.startswith("docs/"):
             return text
-        place = PAGES.get(path, path.removeprefix("docs/"))
+        place = places.get(path, path.removeprefix("docs/"))
         return (
             f"{image}[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
         )

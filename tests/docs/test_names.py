@@ -85,3 +85,24 @@ def test_linked_tests_exist() -> None:
             source = (page.parent / target).read_text(encoding="utf-8")
             for name in re.findall(r"`(test_\w+)`", text):
                 assert f"def {name}(" in source, f"{page}: {name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_in_the_repository(page: Path) -> None:
+    """mkdocs compares them with the pages of the site, which has some more."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), target
