@@ -140,7 +140,7 @@ def test_every_script_is_in_the_table_and_here():
     table = (EXAMPLES / "README.md").read_text()
     assert {name for name in scripts if f"`{name}`" not in table} == set()
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
-    others |= {"hugging_face_trainer.py", "own_loop.py"}  # in this folder
+    others |= {"hugging_face_trainer.py", "own_loop.py", "own_loop_replicas.py"}  # in this folder
     others |= {"own_data.py", "own_models.py"}  # tests/training
     others |= {"tensor_gpt.py"}  # tests/parallel/pipeline/test_parallel_launch.py
     assert scripts == set(SCRIPTS) | others
