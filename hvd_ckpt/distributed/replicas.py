@@ -80,7 +80,7 @@ class Replicas:
     """The replicas of a job, and those that this rank computes.
 
     Attributes:
-        step: number of completed iterations over :meth:`local`.
+        step: number of steps whose replicas have all been computed.
         seed: the seed of the job.
     """
 
@@ -112,8 +112,6 @@ class Replicas:
             yield replica
             if not replica.done:
                 raise RuntimeError(f"replica {index} was not computed; compute it within `with replica:`")
-        # Only here: a step that the loop leaves by an error or a break can be computed again with the same seeds.
-        self.step += 1
 
     @property
     def indices(self) -> list[int]:
@@ -143,6 +141,10 @@ class Replicas:
                 _entered.remove(replica)
                 self._restore(kept, replica.done)
             self._reducer.end_replica()
+        # Only here: a step that the loop leaves by an error or a break can be computed again with the same seeds. And not where the
+        # iteration over the replicas ends, which `zip(batches, optimizer.local_replicas())` never asks for.
+        if replica.index == self.indices[-1]:
+            self.step += 1
 
     def _restore(self, kept: dict[str, torch.Tensor], done: bool) -> None:
         """Restores the model's buffers. What a replica that failed has changed is not kept, since it may be computed again."""

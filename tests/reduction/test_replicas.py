@@ -97,6 +97,20 @@ def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
     assert int(model[1].num_batches_tracked) == 2
 
 
+def test_each_step_draws_new_numbers_however_replicas_are_iterated() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = make(model, replicas=4)
+    drawn = set()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x, replica in zip(torch.ones(4 // hc.size(), 1, 2), optimizer.local_replicas()):
+            with replica:
+                drawn.add(torch.rand(()).item())
+                model(x).sum().backward()
+        optimizer.step()
+    assert len(drawn) == 2 * 4 / hc.size()
+
+
 def test_a_replica_that_fails_is_computed_again_from_the_buffers_before_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = make(model, replicas=4)
