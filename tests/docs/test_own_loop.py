@@ -1,4 +1,5 @@
-"""The script of the page about a loop of one's own stops, resumes and ends in the bits of a run that was never stopped."""
+"""The scripts of the page about a loop of one's own: one stops, resumes and ends in the bits of a run that was never stopped, and
+one fits a memory."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ import hvd_ckpt as hc
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-loop.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
     script = folder / "train.py"
     if hc.rank() == 0:
-        script.write_text(found.group(1), encoding="utf-8")
+        script.write_text(BLOCKS[0], encoding="utf-8")
         (folder / "stopped").mkdir()
         (folder / "whole").mkdir()
     hc.barrier()
@@ -49,3 +49,14 @@ def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.M
     assert any((folder / "stopped" / "plans").iterdir())
     for name, parameter in whole["model"].state_dict().items():
         assert torch.equal(parameter, resumed["model"].state_dict()[name]), name
+
+
+def test_the_settings_for_a_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / f"train{hc.rank()}.py"
+    before, after = re.split(r"# 3\..*?(?=# 5\.)", BLOCKS[0], flags=re.DOTALL)
+    script.write_text(before + BLOCKS[1] + after, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "exit", lambda status: None)
+    found = runpy.run_path(str(script), run_name="__main__")
+    assert (found["shard"], found["step"]) == ("optimizer", 84)
+    assert 0 < found["plan"].measured.peak_bytes <= found["rest"] < found["memory"]
