@@ -10,6 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import torch
 from torch import nn
@@ -21,11 +22,11 @@ from benchmarks.worker import frozen
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.optim import Schedule, build_optimizer
+from hvd_ckpt.app.training.optim import Schedule, optimizer_of
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
 
 LOG_EVERY = 10  # steps
 
@@ -47,13 +48,14 @@ def by_hand(
     if isinstance(model, nn.Sequential):
         hc.seed_blocks(model)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    bare = build_optimizer(config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options)
-    optimizer = hc.DistributedOptimizer(bare, named_parameters=model.named_parameters())
+    optimizer = hc.DistributedOptimizer(
+        optimizer_of(config, model), named_parameters=model.named_parameters()
+    )
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     losses = []
     sampler = DistributedSampler(data, seed=config.seed)
-    with Loader(data, sampler, config.batch, hc.rank(), hc.size()) as loader:
-        for step, (batch, _) in zip(range(config.steps), loader):
+    with closing(batches_of_rank(data, sampler, config.batch, hc.rank(), hc.size())) as loader:
+        for step, (((batch, _),), _) in zip(range(config.steps), loader):
             parts = batch.split(config.accumulate)
             terms = [objective.weight(part) for part in parts]
             total = torch.tensor([sum(terms)], dtype=torch.float64)

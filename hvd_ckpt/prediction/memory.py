@@ -333,7 +333,7 @@ class Estimator:
             group for unit in (*units[-2::-1], *units[-1:]) for group in unit if group.requires_grad
         ] or trained
         ends = list(accumulate(group.nbytes for group in leaving))
-        moments = []
+        moments: list[Moment] = []
         before = 0
         for stretch in self._stretches:
             final = min(stretch.final, whole)

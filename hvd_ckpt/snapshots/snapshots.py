@@ -300,9 +300,11 @@ class Snapshots:
         self._resumed, self._abandoned_from = True, snapshot.manifest.step
         return self._training.load(snapshot, options)
 
-    def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
-        """As :meth:`save`; the arguments are further state, or state that replaces that of this object."""
-        self._begin(step, lambda: (replicated, per_rank))
+    def begin(
+        self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], *schemas: type[State]
+    ) -> None:
+        """As :meth:`save`; the arguments are further state, or state that replaces that of this object, and the schemas of both."""
+        self._begin(step, lambda: (replicated, per_rank), *schemas)
 
     def _begin(
         self,
