@@ -123,11 +123,17 @@ def mpi_works() -> bool:
 
 
 @functools.cache
-def sleeping_wait() -> str | None:
-    """The library to preload so that a wait in MPI sleeps; None where there is no C compiler."""
+def temporary_folder() -> str:
+    """A folder until this process ends."""
     folder = tempfile.mkdtemp(prefix="hvd_ckpt_tests_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = f"{folder}/sleep_when_waiting.so"
+    return folder
+
+
+@functools.cache
+def sleeping_wait() -> str | None:
+    """The library to preload so that a wait in MPI sleeps; None where there is no C compiler."""
+    library = f"{temporary_folder()}/sleep_when_waiting.so"
     compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, str(SLEEP_WHEN_WAITING)]
     made = compiler is not None and subprocess.run(command, capture_output=True).returncode == 0
@@ -150,6 +156,12 @@ def shared_environment() -> dict[str, str]:
 
     # A rank that waits in MPI would take the core from one that works: there are more ranks than cores.
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
+    # Hundreds of processes import PyTorch: what is compiled must be kept, here if not beside the sources.
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        environment |= {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": f"{temporary_folder()}/compiled",
+        }
     if library := sleeping_wait():
         environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
     return environment

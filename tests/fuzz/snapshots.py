@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from watch import Finding, Kind
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import Progress, check_resumed, check_state, plan_text
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.state import parts_of
@@ -47,7 +46,7 @@ CONFIG: dict[str, Any] = {
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return model, build_optimizer("adamw", model, 1e-3, 0.01)
+    return model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,7 +12,6 @@ from snapshot_files import optimizer_state, read_snapshot, write
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import check_state
 from hvd_ckpt.processes.launchers import check_environment
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
@@ -24,7 +23,7 @@ from hvd_ckpt.utils.schema import Wrong
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    return model, build_optimizer("adamw", model, 1e-3)
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,7 @@ def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -
     with pytest.raises(
         SnapshotError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
     ):
-        check_fits(resumed, model, build_optimizer("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
+        check_fits(resumed, model, torch.optim.AdamW(model.parameters(), 1e-3, amsgrad=True))
     forged = copy.deepcopy(resumed)
     name = "optimizer.exp_avg/0.weight"
     forged.manifest.tensors[name] = forged.manifest.tensors[name].model_copy(update={"size": (3,)})

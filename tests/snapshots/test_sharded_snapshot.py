@@ -18,7 +18,6 @@ from snapshot_files import divided, read_snapshot, sign, state_of, write_ranks
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.export import export
@@ -81,7 +80,7 @@ def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, avera
 def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     """Snapshots of steps 1 and 2, written by three ranks' writers."""
     model = Model()
-    optimizer = build_optimizer("adamw", model, 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
