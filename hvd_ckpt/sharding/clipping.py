@@ -140,8 +140,10 @@ class SplitGradients:
         # What is added up over the ranks must be in one order on all; torch's norm has
         # the order in which parameters were given.
         self._used = sorted(self._in_order)
+        # Placeholders stand in the others.
+        used = set(self._used)
         self.pieces = [
-            piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
+            piece for piece in sharding.pieces if piece.index in used and piece.parameter.grad is not None
         ]
 
     @property

@@ -129,8 +129,9 @@ class Watch:
         if not isinstance(place, (str, bytes)):
             return None
         path = os.path.abspath(os.fsdecode(place))
-        allowed = path.startswith((str(self.root), "/dev/null", "/proc/self", "/dev/shm"))
-        return None if allowed or "__pycache__" in path else f"{event} of {path}, which is outside"
+        compiled = "__pycache__" in path or (sys.pycache_prefix and path.startswith(sys.pycache_prefix))
+        allowed = compiled or path.startswith((str(self.root), "/dev/null", "/proc/self", "/dev/shm"))
+        return None if allowed else f"{event} of {path}, which is outside"
 
 
 def check_message(message: str) -> None:

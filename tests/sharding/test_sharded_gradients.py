@@ -256,6 +256,17 @@ def test_clipping_of_this_library_works_in_between(stage: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_dropped_gradients_have_a_norm_of_zero(stage: int, to_none: bool) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), shard=stage, model=model)
+    model(torch.ones(4, 3)).square().sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad(set_to_none=to_none)
+    assert hc.clip_grad_norm_(model.parameters(), 1.0) == 0
+
+
 def test_a_model_is_compiled_while_gradients_are_in_shards() -> None:
     """``torch.compile`` describes the gradients of parameters, too."""
     model, optimizer = build(2)
