@@ -65,6 +65,8 @@ class Extension:
         if self._stage == 3 and self._model is not None:
             self._units = find_units(self._model, shard.units)
         self._within = check_within(shard.within)
+        # Here, where an error of one rank is raised on all: ranks may have folders of their own.
+        self._folder = None if shard.offload_folder is None else Path(shard.offload_folder)
         if options.replicas is not None:
             check_replicas(options.replicas, options.process_set.size(), self._model)
 
@@ -140,8 +142,8 @@ class Extension:
         added = self._divide(exchange)
         offload = None
         if kind:
-            folder, device = self._shard.offload_folder, named[0][1].device if named else torch.device("cpu")
-            offload = Offload(None if folder is None else Path(folder), device, kind == "parameters")
+            device = named[0][1].device if named else torch.device("cpu")
+            offload = Offload(self._folder, device, kind == "parameters")
         whole_state = optimizer.state
         try:
             with raised_everywhere(exchange, offload):

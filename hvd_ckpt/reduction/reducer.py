@@ -240,7 +240,6 @@ class Reducer(Machine):
         return torch.cat([to_device(part, device) for part in parts])
 
     def _control_flags(self) -> ControlFlags:
-        """This rank's flags."""
         # Flags have places for the parameters that all ranks have compared. A rank with
         # further ones asks for a resynchronization.
         used = [parameter.grad is not None for parameter in self.assignment.parameters[: self._known]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_ckpt.reduction.gradients import CLEARED, DROPPED, OWN, USED, AbsentGradient, TrackedGradient
+from hvd_ckpt.reduction.gradients import CLEARED, DROPPED, OWN, SENT, USED, AbsentGradient, TrackedGradient
 from hvd_ckpt.utils.torch_private import execution_engine
 
 IN_SHARDS = (
@@ -75,6 +75,8 @@ class PartedGradient(TrackedGradient):
     @property
     def is_uncleared(self) -> bool:
         """Whether it is, or was added to, what a step has used, which nobody has cleared."""
+        if not self._grows and (self.state is SENT or self.state is OWN):  # the usual case
+            return False
         self.settle()
         if (used := self._used) is not None:
             return not used.is_zero

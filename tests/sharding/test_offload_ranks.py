@@ -106,6 +106,12 @@ def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) ->
         job(folder, shard=1)
 
 
+@pytest.mark.ranks(gloo=(2, 3))
+def test_a_folder_that_is_no_path_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="rank 1: |str"):
+        job(5 if hc.rank() == 1 else tmp_path, shard=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("fails", ["shards", "state"])
 def test_no_room_when_wrapping_leaves_the_model_whole(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
