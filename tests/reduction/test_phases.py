@@ -577,6 +577,3 @@ def test_a_schedule_made_before_wrapping_knows_of_steps(stepped: bool) -> None:
             schedule.step()
     assert any("lr_scheduler.step()" in str(warning.message) for warning in caught) == (not stepped)
     assert optimizer.param_groups[0]["lr"] == 0.025
-
-
-# ---------------------------------------------------------------------------------------------------- resumes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from one_process import chain, difference, loss, loss_of_all, same_everywhere, sgd, wrap
+from one_process import chain, difference, loss, same_everywhere, sgd, train, train_for_all, wrap
 
 import hvd_ckpt as hc
 
@@ -21,11 +21,8 @@ def test_a_gradient_that_is_asked_for_in_mid_backward() -> None:
             torch.autograd.grad(loss(model[3], 0), list(model[3].parameters()))
 
     model[2].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
-    for step in range(5):
-        for each, total in ((optimizer, loss(model, step)), (bare, loss_of_all(reference, step))):
-            each.zero_grad()
-            total.backward()
-            each.step()
+    train(model, optimizer, range(5))
+    train_for_all(reference, bare, range(5))
     assert difference(model, reference) < 1e-6
     same_everywhere(model)
 
@@ -35,10 +32,7 @@ def test_buckets_leave_in_the_backward_pass(stage: int) -> None:
     """All but the last, which has the flags; shards have these in a message of their own."""
     model = chain()
     optimizer = wrap(model, shard=stage)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, range(3))
     last = optimizer.reduction_stats.last
     assert last.launches_in_backward == len(last.launch_order) - (stage == 0) > 2
     assert len(set(last.launch_order)) == len(last.launch_order)
@@ -51,10 +45,7 @@ def test_groups_as_lists_of_parameters() -> None:
         model = chain()
         parameters = list(model.parameters())
         optimizer = wrap(model, groups=[parameters[pick]], bucket_cap_mb=25.0)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            optimizer.step()
+        train(model, optimizer, range(3))
         apart = len(parameters) - len(parameters[pick])
         assert len(optimizer.reduction_stats.last.launch_order) == 1 + apart
 

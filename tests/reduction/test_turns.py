@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import chain, difference, loss, loss_of_all, same_everywhere, sgd, wrap as wrapped
+from one_process import (
+    chain,
+    difference,
+    loss,
+    loss_of_all,
+    same_everywhere,
+    sgd,
+    train_for_all,
+    wrap as wrapped,
+)
 from torch import nn
 
 import hvd_ckpt as hc
@@ -124,12 +133,8 @@ def test_an_optimizer_that_has_lost_one_parameter_raises(stage: int) -> None:
     bare = torch.optim.SGD(reference[1:].parameters(), lr=0.1)
     for step in range(4):
         refuses(older, r"1.0.(weight|bias)")
-        for each in (newer, bare):
-            each.zero_grad()
-        loss(model, step).backward()
-        loss_of_all(reference, step).backward()
-        newer.step()
-        bare.step()
+        train(model, newer, range(step, step + 1))
+        train_for_all(reference, bare, range(step, step + 1))
     assert difference(model, reference) < 1e-6
 
 
@@ -159,11 +164,8 @@ def test_gradients_of_an_older_optimizer_are_dropped() -> None:
     newer = wrap(model)
     assert all(parameter.grad is None for parameter in model.parameters())
     reference = copy.deepcopy(model)
-    newer.zero_grad()
-    loss(model, 3).backward()
-    newer.step()
-    loss_of_all(reference, 3).backward()
-    sgd(reference).step()
+    train(model, newer, range(3, 4))
+    train_for_all(reference, sgd(reference), range(3, 4))
     assert difference(model, reference) < 1e-6
 
 

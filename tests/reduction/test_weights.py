@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import chain, loss, sgd, wrap
+from one_process import chain, sgd, train, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -31,9 +31,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(model: nn.Module, optimizer: Any, number: int) -> None:
-    optimizer.zero_grad()
-    loss(model, number).backward()
-    optimizer.step()
+    train(model, optimizer, range(number, number + 1))
 
 
 def parts_of(model: nn.Module) -> int:
@@ -68,11 +66,6 @@ def found(model: nn.Module, optimizer: Any, steps: int, first: int = 100) -> str
     return message
 
 
-def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
-    for number in range(steps):
-        step(model, optimizer, number)
-
-
 class Kinds(nn.Module):
     """Parameters of several dtypes and layouts, one that is not used, one that is frozen."""
 
@@ -97,7 +90,7 @@ class Kinds(nn.Module):
 def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) -> None:
     model = chain()
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     assert not found(model, optimizer, 2 * parts_of(model), 10)
     parameter = model.get_parameter(name)
     change(parameter, parameter.numel() - 1)
@@ -118,7 +111,7 @@ def test_values_that_steps_mix_into_those_of_all_ranks(stage: int, options: dict
     for name in (names[0], names[-1]) if options else names:
         model = chain()
         optimizer = wrap(model, shard=stage, **options)
-        trained(model, optimizer)
+        train(model, optimizer, range(3))
         assert not found(model, optimizer, 3, 10)
         if hc.rank() == hc.size() - 1:
             model.get_parameter(name).data.mul_(1.5)
@@ -136,7 +129,7 @@ def test_all_kinds_of_parameters_are_compared(name: str) -> None:
     if hc.rank() == 0:  # not reduced: may be a rank's own
         nn.init.ones_(model.unused.weight)
         nn.init.ones_(model.frozen.bias)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     assert not found(model, optimizer, 2 * parts_of(model), 10)
     change(model.get_parameter(name))
     assert f"parameter '{name}' differs" in found(model, optimizer, parts_of(model))
@@ -158,7 +151,7 @@ def test_all_kinds_of_parameters_are_compared(name: str) -> None:
 def test_with_every_way_in_which_flags_travel(options: dict[str, Any]) -> None:
     model = chain(2)
     optimizer = wrap(model, **options)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     assert not found(model, optimizer, 2 * parts_of(model), 10)
     change(model[1][0].weight)
     assert "parameter '1.0.weight' differs" in found(model, optimizer, parts_of(model))
@@ -168,7 +161,7 @@ def test_with_every_way_in_which_flags_travel(options: dict[str, Any]) -> None:
 def test_after_an_error_a_broadcast_mends_and_training_resumes() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     change(model[0][0].bias)
     assert "'0.0.bias'" in found(model, optimizer, parts_of(model))
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -191,7 +184,7 @@ def test_weights_may_be_broadcast_after_the_first_step() -> None:
 def test_what_a_rank_declares_its_own_is_not_compared() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     hc.verify(weights=True, ignore=[model[0][0].weight] if hc.rank() else list(model[0][0].parameters()))
     change(model[0][0].weight)
     change(model[0][0].bias)  # rank 0 ignores it, and none can be compared with it
@@ -211,7 +204,7 @@ def test_turned_off_on_all_ranks_or_some() -> None:
     model = chain(2)
     optimizer = wrap(model)
     hc.verify(weights=False)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     change(model[0][0].weight)
     assert not found(model, optimizer, 2 * parts_of(model))
     hc.verify(weights=hc.rank() < hc.size() - 1)  # the others have the same
@@ -224,10 +217,9 @@ def test_turned_off_on_all_ranks_or_some() -> None:
 def test_ranks_that_have_joined_are_not_compared() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     for epoch in range(3):
-        for number in range(10 * epoch, 10 * epoch + 3 + 2 * hc.rank()):
-            step(model, optimizer, number)
+        train(model, optimizer, range(10 * epoch, 10 * epoch + 3 + 2 * hc.rank()))
         last = hc.join()
         hc.broadcast_parameters(model.state_dict(), root_rank=last)
         hc.broadcast_optimizer_state(optimizer, root_rank=last)
@@ -244,7 +236,7 @@ def test_ranks_that_have_joined_are_not_compared() -> None:
 def test_ranks_that_step_by_themselves_are_not_compared() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     optimizer.zero_grad()
     if hc.rank() > 0:
         for parameter in model.parameters():
@@ -259,7 +251,7 @@ def test_ranks_that_step_by_themselves_are_not_compared() -> None:
 def test_ranks_at_different_parts_are_levelled() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    trained(model, optimizer)
+    train(model, optimizer, range(3))
     optimizer.reducer.weights.turn = hc.rank() + 1  # after steps of some ranks alone
     assert not found(model, optimizer, 2 * parts_of(model))
     assert len(set(hc.allgather_object(optimizer.reducer.weights.turn, name="test.turn"))) == 1
@@ -273,8 +265,7 @@ def test_only_ranks_of_a_process_set_are_compared() -> None:
     model = chain(2)
     nn.init.constant_(model[0][0].bias, float(hc.rank() > 1))
     optimizer = wrap(model, process_set=members)
-    for number in range(2 * parts_of(model)):
-        step(model, optimizer, number)
+    train(model, optimizer, range(2 * parts_of(model)))
     if hc.rank() == 1:
         model[1][0].weight.data[0, 0] += 1
     message = told(model, optimizer, parts_of(model))
@@ -304,8 +295,7 @@ def test_local_sgd_compares_the_ranks_of_a_group() -> None:
     model = chain(2)
     named = model.named_parameters()
     optimizer = hc.LocalSGD(sgd(model), named_parameters=named, every=1000, within=[[0, 1], [2, 3]])
-    for number in range(2 * parts_of(model)):  # between averages groups have weights of their own
-        step(model, optimizer, number)
+    train(model, optimizer, range(2 * parts_of(model)))  # between averages groups have weights of their own
     change(model[1][0].weight)
     message = told(model, optimizer, parts_of(model))
     assert ("'1.0.weight' differs" in message and "rank 3 (host" in message) == (hc.rank() > 1)

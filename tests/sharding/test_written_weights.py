@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from same import whole_weights
+from same import assert_same_weights as same, whole_weights
 from sharded import distribute
 from torch import Tensor, nn
 
@@ -103,15 +103,6 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def same(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any) -> None:
-    theirs = whole_weights(wanted, plain)
-    for name, value in whole_weights(model, optimizer).items():
-        if hc.size() <= 2:
-            assert torch.equal(value, theirs[name]), name
-        else:
-            torch.testing.assert_close(value, theirs[name])
 
 
 @pytest.mark.parametrize("stage", STAGES)
