@@ -26,7 +26,9 @@ from hvd_ckpt.parallel.local_sgd.runs import (
 )
 from hvd_ckpt.parallel.local_sgd.schedule import Schedule, assign_fragments, block_of
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
+from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.utils.elementwise import COUNTERS
+from hvd_ckpt.utils.fingerprint import fingerprints
 from hvd_ckpt.utils.states import Count, State, Weight
 
 WEIGHTS, MOMENT = "weights.", "moment."
@@ -73,6 +75,7 @@ class Averaging:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
+        self._has_begun = False  # a period, from the anchor
         # Weakly: the optimizer holds this object.
         self._optimizer: Any = weakref.proxy(optimizer)
         self._collectives = RowCollectives(members, prefix)
@@ -189,11 +192,33 @@ class Averaging:
     # ------------------------------------------------------------------------------------------ when
 
     def begin(self) -> None:
-        """Before the first step: what the ranks have now is the anchor."""
-        if not self.step:
-            for fragment in self.fragments:
-                for run in fragment.runs:
-                    run.begin()
+        """Before the first step: what the ranks have now is the anchor.
+
+        Raises:
+            WeightsDiffer: it differs between groups; on all ranks.
+        """
+        if self._has_begun or self.step:
+            return
+        if len(self._groups) > 1:
+            self._check_anchor()
+        self._has_begun = True
+        for fragment in self.fragments:
+            for run in fragment.runs:
+                run.begin()
+
+    def _check_anchor(self) -> None:
+        segments = [segment for placed in self._batches for _, segment in placed]
+        prints = torch.stack([one.cpu() for one in fingerprints([segment.like for segment in segments])])
+        rows = self._collectives.allgather(prints[None], "anchor").wait(AVERAGES)
+        # Ranks at one place in their groups have the same part of each parameter. All ranks compare all, and raise together.
+        for first, *others in zip(*self._groups):
+            for rank in others:
+                if len(different := (rows[rank] != rows[first]).nonzero()):
+                    raise WeightsDiffer(
+                        f"LocalSGD: parameter '{segments[int(different[0])].name}' differs between ranks {first} and {rank} of its "
+                        f"process set at the start of a period: load the same weights on all ranks, or the state of averages with "
+                        f"each rank's own"
+                    )
 
     @torch.no_grad()
     def advance(self, worked: bool) -> bool:
@@ -365,6 +390,7 @@ class Averaging:
         self._rename()
         if state is None:
             state = self._at_start
+        self._has_begun = False
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens, self._worked = state["tokens"], state["worked"]
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hvd_ckpt.collectives.agreement import errors_on_all, in_order
+from hvd_ckpt.collectives.agreement import agree_on_options, errors_on_all, in_order
 from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.collectives.exchange import Traffic
 from hvd_ckpt.collectives.process_sets import release
@@ -192,14 +192,17 @@ class LocalOptimizer(_Base):
         Load the model's weights of the same rank and step, too.
 
         Raises:
-            ValueError: the state is of another rank, number of ranks or schedule; raised on every rank.
+            ValueError: the state is of another rank, step, number of ranks or schedule; raised on every rank.
         """
         self.check_own_weights("load_state_dict()")
         local = state_dict.get(STATE)
         if self.averaging is not None:
-            with errors_on_all("load_state_dict() of LocalSGD", self.members):
+            call = "load_state_dict() of LocalSGD"
+            with errors_on_all(call, self.members):
                 if local is not None:
                     self.averaging.check(local)
+            step = None if local is None else local["step"]
+            agree_on_options(call, {"step of the state": step}, None, process_set=self.members)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
         self.load_averages(local)
 

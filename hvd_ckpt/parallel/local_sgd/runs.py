@@ -123,13 +123,11 @@ class Run:
         self._end()
 
     def abandon(self) -> None:
-        """Drops what is under way."""
         if self._work is not None:
             self._work.forget()
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of an average under way."""
         return {"sent": self.sent, "row": self.row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,7 +244,6 @@ class Fragment:
         return [run for run in self.runs if run.sent is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and tensors."""
         state = {name: getattr(self, name) for name in FragmentState.model_fields}
         return {**state, "runs": {run.name: run.state_dict() for run in self.runs}}
 
@@ -260,7 +257,6 @@ class Fragment:
             run.resend()
 
     def abandon(self) -> None:
-        """Drops what is under way."""
         for run in self.runs:
             run.abandon()
         for work in (self.weights, self.distances):

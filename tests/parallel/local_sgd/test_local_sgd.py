@@ -601,6 +601,22 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Run()
 
 
+@several
+def test_ranks_that_begin_apart_are_refused() -> None:
+    run = Run(every=2).train(3)
+    state = run.optimizer.state_dict()
+    own = {name: value for name, value in state.items() if name != "local_sgd"}
+    run.optimizer.load_state_dict(own)  # a new period, in the middle of one
+    with pytest.raises(hc.WeightsDiffer, match=r"'0\.weight' differs between ranks 0 and 1"):
+        run.train(1)
+    apart = {**state, "local_sgd": {**state["local_sgd"], "step": 3 + hc.rank()}}
+    with pytest.raises(ValueError, match="step of the state differs between ranks: 3 on rank 0"):
+        run.optimizer.load_state_dict(apart)
+    run.optimizer.load_state_dict(state)
+    run.train(1)
+    assert run.optimizer.in_sync
+
+
 def test_a_loop_in_an_elastic_job_commits_the_model_at_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     run = Run(every=2, elastic=True)
