@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Made, Callable[[int], Batch]]] = {
 }
 
 
-def optimizer_of(model: nn.Module, make: Callable[..., Any] | None = None, **options: Any) -> Any:
+def optimizer_of(model: nn.Module, make: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     make = make or functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
     bare = make([one for _, one in trained] or [nn.Parameter(torch.zeros(1))])
