@@ -80,14 +80,11 @@ def foreign_launcher() -> str | None:
         return None
     for name, (_, size, *others) in FOREIGN.items():
         if (whole_in(size) or 0) > 1 and all(variable in os.environ for variable in others):
-            return None if name == "srun" and _mpi_knows_rank() else name
+            over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+            by_process_manager = not over_gloo and ("PMI_RANK" in os.environ or "PMIX_RANK" in os.environ)
+            known_to_mpi = "OMPI_COMM_WORLD_RANK" in os.environ or by_process_manager
+            return None if name == "srun" and known_to_mpi else name
     return None
-
-
-def _mpi_knows_rank() -> bool:
-    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    by_process_manager = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
-    return "OMPI_COMM_WORLD_RANK" in os.environ or (by_process_manager and not over_gloo)
 
 
 def adopt_launcher() -> str | None:

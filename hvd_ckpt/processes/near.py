@@ -60,8 +60,6 @@ class Awaited:
 
 @dataclass
 class _Connection:
-    """The connection of this process to one other process."""
-
     socket: socket.socket
     ended: bool = False
     awaited: dict[int, deque[Awaited]] = field(default_factory=lambda: defaultdict(deque))  # by tag
@@ -147,7 +145,6 @@ class NearLink:
         return process in self._connections
 
     def close(self) -> None:
-        """Closes all connections."""
         for connection in self._connections.values():
             connection.socket.close()
 

@@ -44,8 +44,6 @@ AHEAD = 2  # passes that the host may be ahead of the device
 
 
 class Meta(NamedTuple):
-    """Description of a tensor in a header."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -326,9 +324,7 @@ def _lying_dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes(dense: Tensor) -> Tensor:
-    """The memory of a dense tensor, as bytes."""
-    flat = dense.detach().as_strided((dense.numel(),), (1,))
-    return flat.view(torch.uint8)
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

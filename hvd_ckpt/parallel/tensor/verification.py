@@ -77,8 +77,11 @@ class Verification:
         self.is_used = True
         _raise_together(_follow(self._whole.get_submodule(name), module))
         _agree_on_frozen(module)
-        if not _in_a_thread(lambda: self._compare(name, Arguments((args, kwargs)))):
-            return False
+        # In a thread, which has none of the modes, hooks of saved tensors and autocast of this one.
+        with ThreadPoolExecutor(1, "hvd_ckpt.parallel.tensor.verification") as thread:
+            run = contextvars.copy_context().run
+            if not thread.submit(run, self._compare, name, Arguments((args, kwargs))).result():
+                return False
         # Modules within it have been compared with it.
         self._evaluated.update(f"{name}.{inner}".strip(".") for inner, _ in module.named_modules())
         return module.training
@@ -203,12 +206,6 @@ def verification_of(model: nn.Module, split: Split) -> Verification | None:
                 f"tensor_parallel does not verify the split model, which cannot be copied ({error})"
             )
         return None
-
-
-def _in_a_thread(run: Callable[[], bool]) -> bool:
-    """Runs a function in a thread, which has none of the modes, hooks of saved tensors and autocast of this one."""
-    with ThreadPoolExecutor(1, "hvd_ckpt.parallel.tensor.verification") as thread:
-        return thread.submit(contextvars.copy_context().run, run).result()
 
 
 def _follow(whole: nn.Module, module: nn.Module) -> str:
