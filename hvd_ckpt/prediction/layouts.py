@@ -30,13 +30,7 @@ from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction import links
-from hvd_ckpt.prediction.computation import (
-    Computation,
-    Passes,
-    as_part,
-    counted,
-    measured,
-)
+from hvd_ckpt.prediction.computation import Computation, Passes, as_part, counted, measured
 from hvd_ckpt.prediction.links import NOTHING_SHARED, Sharing
 from hvd_ckpt.prediction.measured_memory import Update, make_optimizer
 from hvd_ckpt.prediction.memory import Estimator
@@ -170,14 +164,8 @@ class Job:
         if self.rank is None:
             return counted(part, sample, self.tflops * 1e12)
         what = f"{samples} samples{f', {tensor} parts' if tensor > 1 else ''}"
-        autocast = AUTOCAST.get(self.precision)
-        return measured(
-            part,
-            sample,
-            lambda text: self.say(f"{what}: {text}"),
-            autocast=autocast,
-            chunk_head=chunk_head,
-        )
+        options = {"autocast": AUTOCAST.get(self.precision), "chunk_head": chunk_head}
+        return measured(part, sample, lambda text: self.say(f"{what}: {text}"), **options)
 
     def _part(self, tensor: int) -> tuple[nn.Module, Estimator]:
         """The model, or the first of so many parts of each of its layers, with estimates of its memory."""
@@ -192,9 +180,8 @@ class Job:
     def _sorted(self) -> list[LayoutRow]:
         found: list[LayoutRow] = []
         with contextlib.suppress(KeyboardInterrupt):
-            for layout in self.layouts():
-                row = self._row(layout)
-                found += [] if row is None else [row]
+            # An interrupt leaves those that were there.
+            found.extend(row for row in map(self._row, self.layouts()) if row is not None)
         return sorted(
             found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout)))
         )
