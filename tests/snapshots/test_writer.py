@@ -432,10 +432,10 @@ def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
         import sys, torch
         from pathlib import Path
         from hvd_ckpt.snapshots import writer as room
-                from hvd_ckpt.snapshots.content import SavedState
+        from hvd_ckpt.snapshots.content import SavedState
         state = [torch.ones(1000, 1000) for _ in range(5)]
         for ranks, room.EXIT_SECONDS in ((1, 60), (2, 0.5)):  # the second is one of a pair without the other
-            own = Participant(0, ranks, "{TOKEN}")
+            own = room.Participant(0, ranks, "{TOKEN}")
             writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, own, print)
             writer.begin(1, SavedState(state, None))
     """
