@@ -119,7 +119,8 @@ class Draw:
         self.owners = [self.choose([0, 1]) if self.several and has else 0 for has in new]
         if self.late:
             self.owners[self.choose([at for at, has in enumerate(new) if has])] = -1
-        if 0 not in self.owners or (self.several and 1 not in self.owners):
+        owned = {owner for owner, has in zip(self.owners, new) if has} | ({0} if self.embedding else set())
+        if 0 not in owned or (self.several and 1 not in owned):
             self.owners, self.several, self.late = [0] * len(segments), False, False
 
     # ---------------------------------------------------------------------------------- steps
@@ -215,9 +216,8 @@ class Draw:
             return "closure"
         if self.skips and self.chance(0.4):
             how = "skip" if self.scaler else self.choose(["skip", "skip", "repeat", "twice"])
-            how = (
-                "step" if how == "repeat" and self.stage > 1 else how
-            )  # which have no gradients for a second step
+            if how == "repeat" and self.stage > 1:  # where no gradients are left for a second step
+                how = "step"
         if (self.scaler and how == "synchronize") or (self.embedding == "sparse" and how == "clip"):
             how = "step"
         return how
