@@ -21,6 +21,7 @@ class ControlFlags(NamedTuple):
         notice: a rank has a notice for the caller.
         further: a rank has launched, or needs, more rounds than all make without being told (gradients in shards).
         unsteady: a rank had to launch in ``synchronize()`` (gradients in shards).
+        uncleared: a rank has gradients that an earlier step has used and nobody has cleared (gradients in shards).
     """
 
     used: Sequence[float]
@@ -29,6 +30,7 @@ class ControlFlags(NamedTuple):
     notice: float
     further: float = 0.0
     unsteady: float = 0.0
+    uncleared: float = 0.0
 
     @staticmethod
     def size(parameters: int) -> int:

@@ -206,10 +206,7 @@ class ShardReducer(Machine):
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
         flags, self._needs = self._own_flags(unsteady)
-        uncleared = torch.tensor([self._any_uncleared()], dtype=torch.float32)
-        sums = self._sum(torch.cat([uncleared, flags.tensor(), self.weights.encode().cpu()]), "flags")
-        self.uncleared = sums[0] > 0
-        return sums[1:], 1.0
+        return self._sum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags"), 1.0
 
     def _agree(self, facts: Facts) -> None:
         if self._store is not None:
@@ -244,7 +241,7 @@ class ShardReducer(Machine):
             arrivals = torch.tensor(schedule.last_arrivals(), dtype=torch.float32)
             schedule.arrange(self._sum(arrivals * float(self._exchange.rank == 0), "place"))
         self._agreed = whole_rounds * len(schedule.order)
-        self._may_wait = facts.flags.unsteady == 0
+        self._may_wait, self.uncleared = facts.flags.unsteady == 0, facts.flags.uncleared > 0
         for index, gradient in enumerate(self._gradients):
             self.used[index] = index in used or (self.used[index] and index not in facts.dropped)
             if self.used[index]:
@@ -292,7 +289,7 @@ class ShardReducer(Machine):
                 # A group sends zeros for what it has no gradient of, once at least.
                 needs[group.position] = max(needs[group.position], 1)
         further = self._schedule.position > self._agreed or needs != launched
-        asked = (self._report.wanted, self.notice, further, unsteady)
+        asked = (self._report.wanted, self.notice, further, unsteady, self._any_uncleared())
         return ControlFlags(used, late, *map(float, asked)), needs
 
     def _send_rest(self, needs: Sequence[int]) -> None:
