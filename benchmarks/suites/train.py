@@ -11,22 +11,17 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-import hvd_ckpt as hc
 from benchmarks.case import Case, Found, MeasuredJob, Row
 from benchmarks.suite import Axis, Suite
-from benchmarks.worker import frozen
-from hvd_ckpt.app.compare.training import fingerprint
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.optim import Schedule, optimizer_of
-from hvd_ckpt.app.training.trainer import Trainer
-from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hvd_ckpt.app.training.config import Config
+    from hvd_ckpt.data.dataset import Dataset
+    from hvd_ckpt.data.objectives import Objective
 
 LOG_EVERY = 10  # steps
 
@@ -43,9 +38,15 @@ def by_hand(
         config: the settings that this loop knows: batch, accumulate, seed, lr, schedule, clip, optimizer, log_every, steps.
         model: trained in place.
     """
+    import torch
+
+    import hvd_ckpt as hc
+    from hvd_ckpt.app.training.optim import Schedule, optimizer_of
+    from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
+
     assert config.steps is not None and config.clip is not None
     schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, torch.nn.Sequential):
         hc.seed_blocks(model)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hc.DistributedOptimizer(
@@ -84,6 +85,13 @@ def measured(job: MeasuredJob, case: Case) -> Found:
 
     A step of the trainer spans also batches from its loader, counting, the schedule and the log.
     """
+    import hvd_ckpt as hc
+    from benchmarks.worker import frozen
+    from hvd_ckpt.app.compare.training import fingerprint
+    from hvd_ckpt.app.training.build import assemble
+    from hvd_ckpt.app.training.config import Config
+    from hvd_ckpt.app.training.trainer import Trainer
+
     hc.init()
     config = Config(
         model=case.workload,

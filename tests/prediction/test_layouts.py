@@ -413,7 +413,11 @@ def test_a_layout_ends_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ending, "exit_now", sys.exit)
+    def ended(status: int, text: str = "") -> None:
+        print(text)
+        sys.exit(status)
+
+    monkeypatch.setattr(ending, "exit_now", ended)
     monkeypatch.setattr(watchdog, "watch", watched.append)
     monkeypatch.setattr(watchdog, "end_with_parent", lambda: watched.append(None))
     monkeypatch.setattr("hvd_ckpt.app.cli.layout.job_of", interrupted)

@@ -273,6 +273,7 @@ def test_different_writes_that_are_broadcast_later_are_allowed() -> None:
         if hc.rank() == 0:  # and nobody else
             model.first.weight.fill_(0.75)
             model.first.bias.fill_(0.75)
+    optimizer.zero_grad()
     model(rows(0)).sum().backward()
     if hc.size() == 1:
         optimizer.step()

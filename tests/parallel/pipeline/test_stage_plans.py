@@ -17,7 +17,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_costs
 from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
+from hvd_ckpt.planning.chain import Block, Choice, Run, simulate
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.memory import recording_marks
@@ -82,7 +82,7 @@ def exhaustive(inner: list[Block], modules: list[nn.Module], layout: StageLayout
                 peak, seconds = simulate(blocks, [*runs, *rest], count)
                 if fixed + peak <= limit:
                     fastest = min(fastest, seconds)
-                peak, seconds = simulate(blocks, [Segment(tuple(runs)), *rest], count)
+                peak, seconds = simulate(blocks, [tuple(runs), *rest], count)
                 if fixed + peak + inner[end - 1].output <= limit:  # the output is held while it is recomputed
                     fastest = min(fastest, seconds)
             longest = max(longest, fastest)
