@@ -393,6 +393,12 @@ def _packed(block: Any, x: Tensor) -> Tensor:
     return x + out.reshape(-1, WIDTH)
 
 
+def _recur(block: Any, x: Tensor) -> Tensor:
+    return (
+        x + block.inner(x[None])[0][0]
+    )  # one step: longer sequences round apart in passes without gradients
+
+
 def _attend(block: Any, x: Tensor) -> Tensor:
     out, weights = block.inner(x[None], x[None], x[None])
     return x + out[0] + weights.sum()
@@ -522,8 +528,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "old weight norm": lambda: _with_parameters(weight_norm),
     "old spectral norm": lambda: _with_parameters(spectral_norm),
     "pruned": lambda: _with_parameters(lambda one: prune.random_unstructured(one, "weight", amount=0.3)),
-    "LSTM": lambda: Wrapped(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
-    "GRU": lambda: Wrapped(nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
+    "LSTM": lambda: Block(_recur, inner=nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
+    "GRU": lambda: Block(_recur, inner=nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
     "RNN": lambda: Wrapped(nn.RNN(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
     "packed sequence": lambda: Block(_packed, inner=nn.GRU(WIDTH, WIDTH)),
     "attention": lambda: Block(_attend, inner=nn.MultiheadAttention(WIDTH, 2, dropout=0.2)),
