@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -313,7 +313,27 @@ class Snapshots:
         *schemas: type[State],
     ) -> None:
         self._optimizer.check_own_weights("Snapshots.save()")
-        writer = self._open()
+        is_first, writer = self._writer is None, self._open()
+        try:
+            state = self._accepted(writer, step, further, schemas)
+        except BaseException:
+            if is_first:  # it leaves nothing behind
+                self._opened.close()
+            raise
+        self._locked = self._resumed = True
+        writer.begin(step, state)
+        self._step = step
+        if self._blocking:
+            self._fault(writer)  # later, the tensors would be other ones
+
+    def _accepted(
+        self,
+        writer: SnapshotWriter,
+        step: int,
+        further: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
+        schemas: Sequence[type[State]],
+    ) -> SavedState:
+        """What is to be saved, not copied. Raises on every rank where one cannot save it."""
         replicas = self._training.replicas()
         # The name has the step: ranks that save others would wait for each other's files.
         with errors_on_all(f"Snapshots: save({step})"):
@@ -337,11 +357,7 @@ class Snapshots:
                 raise SnapshotError(
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
                 ) from None
-        self._locked = self._resumed = True
-        writer.begin(step, state)
-        self._step = step
-        if self._blocking:
-            self._fault(writer)  # later, the tensors would be other ones
+        return state
 
     def commit(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> SavedState:
         """All that this rank has, as if there were no others, not copied; arguments are those of :meth:`begin`. Collective with

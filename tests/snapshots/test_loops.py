@@ -354,8 +354,10 @@ def test_state_that_changes_right_after_a_save_is_saved_as_it_was(folder: Path) 
         assert snapshots.resume() == 1
     assert_same(again.model.state_dict(), saved)
     assert again.average.n_averaged == 1 and not snapshots.loop["history"].any()
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SnapshotError, match="resume"):
         Loop(width=600).snapshots(folder / "run").save(2)
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_failed_saves_warn_and_raise_at_close(folder: Path) -> None:
