@@ -52,4 +52,5 @@ def test_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
         # A plan has measured seconds; the two recompute different calls, and come to the same.
         assert [name for name in differences(four, one, STEPS, None) if name != "plan"] == []
         # Its log has the steps from the middle on.
-        assert differences(Path(f"{four}-resumed"), one, STEPS, None) == ["the steps in the log"]
+        resumed = differences(Path(f"{four}-resumed"), one, STEPS, None)
+        assert [name for name in resumed if name != "plan"] == ["the steps in the log"]
