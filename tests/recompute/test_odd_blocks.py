@@ -155,7 +155,7 @@ def test_policies_under_other_saved_tensor_hooks(
 ) -> None:
     if name == "writes" and around in (checkpointed, twice):
         reason = "a first pass with writes into views sometimes saves more tensors than its recomputation, which is an error then"
-        request.applymarker(pytest.mark.xfail(raises=RecomputationMismatch, reason=reason))
+        request.applymarker(pytest.mark.xfail(raises=RecomputationMismatch, reason=reason, strict=False))
     # PyTorch itself is not exact under copying hooks.
     expected = steps_of(name, None if around is copied else each(around))
     for seed in range(4):
