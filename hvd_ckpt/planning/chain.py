@@ -83,9 +83,8 @@ class Run:
 
 # A tuple of items is a segment.
 Item = Run | tuple["Item", ...]
-MAX_NESTING = (
-    64  # levels of segments; each takes a dozen of the thousand frames that Python's stack has when it runs
-)
+# Levels of segments; each takes a dozen of the thousand frames that Python's stack has when it runs.
+MAX_NESTING = 64
 
 
 def span_of(item: Item) -> range:

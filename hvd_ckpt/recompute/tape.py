@@ -106,9 +106,7 @@ class _Running:
     inputs: _Inputs | None = None  # until they are needed, for a function that changes none of them
     call: Call | None = None  # None if its results are not dropped, like the group
     group: Group | None = None
-    inner: list[Tensor] = field(
-        default_factory=list
-    )  # that it has saved, if they may have to be kept after all
+    inner: list[Tensor] = field(default_factory=list)  # new ones that it has saved, and may have to keep
     after: list[Callable[[], object]] = field(default_factory=list)  # when it has filled what it has saved
 
 

@@ -226,13 +226,6 @@ class BucketAssignment:
                 self.bucket_of[entry.index] = bucket
                 self.entry_of[entry.index] = entry
 
-    def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A gradient of zeros, sparse where the parameter's gradients are: a backward pass adds to either in another order."""
-        index = self._index_of.get(id(parameter), -1)
-        dims = self.sparse.get(index) or self.densified.get(index)
-        zeros = torch.zeros_like(parameter)
-        return zeros.to_sparse(dims) if dims else zeros
-
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain data, by name."""
         return {

@@ -395,10 +395,6 @@ class Machine(ABC):
         """Gradients are about to be set to zero or to None."""
 
     @abstractmethod
-    def set_zero(self, parameter: torch.Tensor) -> None:
-        """Gives the parameter, which has no gradient, one of zeros."""
-
-    @abstractmethod
     def drop_gradients(self) -> None:
         """Makes gradients, in flight or not, ones that can be cleared, such as zeros. Call it on every rank."""
 

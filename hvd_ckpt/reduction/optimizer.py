@@ -14,7 +14,7 @@ everything is reduced, there is no exchange, and such a gradient is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
@@ -47,9 +47,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
-    # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved.
-    _had_gradients: Collection[torch.Tensor] = ()
-    _sparse_dims: Mapping[str, int] = MappingProxyType({})  # of sparse gradients among them
+    # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved, and its sparse dimensions, or 0.
+    _had_gradients: Mapping[torch.Tensor, int] = MappingProxyType({})
     _wrapped_supports_amp_scaling: bool
     notice = noticed = False  # in place of a reducer's
     backward_passes_per_step: int
@@ -61,9 +60,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
     reduces_updates = (
         False  # with op=Adasum, which combines the ranks' updates and does not change ``p.grad``
     )
-    finds_overflow_alone = (
-        False  # gradients differ between ranks: only this one finds an inf or nan in its own
-    )
+    # Gradients differ between ranks: only this one finds an inf or nan in its own.
+    finds_overflow_alone = False
     is_local = False  # ranks have weights of their own, between which there are averages
 
     @property
@@ -229,10 +227,10 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         # Of a resumed run: clearing sets what it finds to zero or drops it, as in a run that was not interrupted.
-        for parameter in self._had_gradients:
+        for parameter, sparse_dim in self._had_gradients.items():
             if parameter.grad is None:
-                self._set_zero(parameter)
-        self._had_gradients = ()
+                self._set_zero(parameter, sparse_dim)
+        self._had_gradients = {}
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
         super().zero_grad(*args, **kwargs)
@@ -266,7 +264,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def drop_gradients(self) -> None:
         self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
-        self._had_gradients = ()
+        self._had_gradients = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -387,18 +385,14 @@ class ReducedOptimizer(torch.optim.Optimizer):
         It is separate from :meth:`state_dict`, which is that of the wrapped optimizer and thus loads everywhere.
         """
         state = self.reducer.state_dict() if self.reducer is not None else {}
-        had = set(self._had_gradients)
-        state["gradients"] = [
-            name
-            for parameter, name in self.parameter_names.items()
-            if parameter in had or parameter.grad is not None
-        ]
-        state["zeros"] = self._keeps_zeros
-        state["sparse_gradients"] = {**self._sparse_dims} | {
-            name: parameter.grad.sparse_dim()
-            for parameter, name in self.parameter_names.items()
-            if parameter.grad is not None and parameter.grad.is_sparse
-        }
+        gradients = {}
+        for parameter, name in self.parameter_names.items():
+            if (own := parameter.grad) is not None:
+                gradients[name] = own.sparse_dim() if own.is_sparse else 0
+            elif parameter in self._had_gradients:
+                gradients[name] = self._had_gradients[parameter]
+        state["gradients"], state["zeros"] = list(gradients), self._keeps_zeros
+        state["sparse_gradients"] = {name: sparse_dim for name, sparse_dim in gradients.items() if sparse_dim}
         return state
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
@@ -416,21 +410,23 @@ class ReducedOptimizer(torch.optim.Optimizer):
         own, learned = parts_of(state)
         GradientsState.check(own, "reduction state")
         had, self._keeps_zeros = set(own.get("gradients", ())), own.get("zeros", False)
-        self._sparse_dims = own.get("sparse_gradients", {})
+        sparse_dims = own.get("sparse_gradients", {})
         if self.reducer is not None and learned:
             self.reducer.load_state_dict(learned)
             self.drop_gradients()
-        self._had_gradients = [parameter for parameter, name in self.parameter_names.items() if name in had]
+        self._had_gradients = {
+            parameter: sparse_dims.get(name, 0)
+            for parameter, name in self.parameter_names.items()
+            if name in had
+        }
         if self._keeps_zeros:
-            for parameter in self._had_gradients:
-                self._set_zero(parameter)
+            for parameter, sparse_dim in self._had_gradients.items():
+                self._set_zero(parameter, sparse_dim)
 
-    def _set_zero(self, parameter: torch.Tensor) -> None:
-        if self.reducer is not None:
-            self.reducer.set_zero(parameter)
-            return
-        zeros, dims = torch.zeros_like(parameter), self._sparse_dims.get(self.parameter_names[parameter])
-        parameter.grad = zeros if dims is None else zeros.to_sparse(dims)
+    def _set_zero(self, parameter: torch.Tensor, sparse_dim: int) -> None:
+        """Gives a parameter a gradient of zeros, sparse where it was: a backward pass adds to either in another order."""
+        zeros = torch.zeros_like(parameter)
+        parameter.grad = zeros.to_sparse(sparse_dim) if sparse_dim else zeros
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:

@@ -154,9 +154,6 @@ class Reducer(Machine):
                 self._report.error = self._report.error or summed_again(self._names[index])
         super()._look_at(indices)
 
-    def set_zero(self, parameter: torch.Tensor) -> None:
-        parameter.grad = self.assignment.zeros(parameter)
-
     def drop_gradients(self) -> None:
         for gradient in self._gradients if self.active else ():
             gradient.look()

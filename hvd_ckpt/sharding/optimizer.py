@@ -138,6 +138,12 @@ class ShardedOptimizer(ReducedOptimizer):
         super().drop_gradients()
         self.sharding.drop_gradients()
 
+    def _set_zero(self, parameter: torch.Tensor, sparse_dim: int) -> None:
+        if self.sharding.stage > 1:
+            self.reducer.set_zero(parameter)
+        else:
+            super()._set_zero(parameter, sparse_dim)
+
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self.sharding.drop_gradients()
         super()._clear(*args, **kwargs)

@@ -394,9 +394,8 @@ def _packed(block: Any, x: Tensor) -> Tensor:
 
 
 def _recur(block: Any, x: Tensor) -> Tensor:
-    return (
-        x + block.inner(x[None])[0][0]
-    )  # one step: longer sequences round apart in passes without gradients
+    # One step: longer sequences round apart in passes without gradients.
+    return x + block.inner(x[None])[0][0]
 
 
 def _attend(block: Any, x: Tensor) -> Tensor:
