@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
@@ -175,8 +176,9 @@ class Tape(TorchFunctionMode):
         self._running: _Running | None = None
         self._tagged: list[TensorWeakRef] = []
         self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
-        # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass.
-        self._written: set[int] = set()
+        # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass. Where it
+        # has been freed, its address is another tensor's.
+        self._written: dict[int, StorageWeakRef] = {}
         self._setting: Setting | None = None  # of the last dropped call
         self._token = object()  # tells this tape's marks on tensors from those of earlier tapes
 
@@ -196,8 +198,9 @@ class Tape(TorchFunctionMode):
     def close(self) -> None:
         """Ends the forward pass: removes all marks, and hands collected tensors to the outer hooks."""
         # Before the keeper closes, which saves what has been collected until then: these copies, too.
-        for memory in self._written:
-            self._copy_stored(memory)
+        for memory, storage in self._written.items():
+            if not storage.expired():  # type: ignore[no-untyped-call]
+                self._copy_stored(memory)
         self.keeper.close()
         self._stored.clear()
         for reference in self._tagged:
@@ -299,7 +302,7 @@ class Tape(TorchFunctionMode):
             memory = memory_of(tensor) or 0
             self._copy_stored(memory)
             if memory and tensor.nbytes <= SMALL_BYTES and not tensor.requires_grad:
-                self._written.add(memory)
+                self._written[memory] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _copy_stored(self, memory: int) -> None:
         """Replaces kept arguments of dropped calls that lie in this memory by copies."""
