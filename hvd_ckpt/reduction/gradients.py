@@ -11,8 +11,8 @@ ARRIVING   None, or the late part so far: autograd adds to it        in flight, 
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
 REDUCED    the result, or what code has made of it since             ``grad``, if the ranks reduce again
-USED       the placeholder, until ``grad`` is cleared                 an error in a step; zeros if it was set to zero
-CLEARED    None, of what was used: autograd is about to add to it    as in USED, also once something has been added
+USED       the placeholder, until ``grad`` is cleared                zeros if it was set to zero; else a step is an error
+GROWING    None, of what was used: autograd is about to add to it    as in USED, also once something has been added
 =========  ========================================================  ========================================
 
 ::
@@ -24,23 +24,24 @@ CLEARED    None, of what was used: autograd is about to add to it    as in USED,
                                   +------------ None is found in grad --> DROPPED <--------------+
 
     each state -- synchronize() --> REDUCED (stages 0 and 1) or SENT (stages 2 and 3); OWN or USED, if no rank has a gradient
-    each state -- abandon() --> OWN
-    REDUCED, USED -- an accumulation --> OWN
-    SENT -- step() --> USED -- an accumulation begins --> CLEARED -- it ends --> OWN
+    each state -- abandon() --> OWN, with None in grad
+    REDUCED -- an accumulation --> OWN; with op=Sum on several ranks an error
+    SENT -- step() --> USED -- an accumulation begins --> GROWING -- it ends --> OWN
 
 So after ``backward()``, ``grad`` is the placeholder if the gradient has left, else this rank's own. After ``synchronize()`` it is
 the result (stages 0 and 1) or the placeholder (stages 2 and 3), which stay after ``step()`` until gradients are cleared.
 
 A unit that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
-in shards (stages 2 and 3) are in the states of the last line: there a late part leaves in the next round, so LATE becomes SENT, and
-what is in shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
+in shards (stages 2 and 3) are USED or GROWING. There a late part leaves in the next round, so LATE becomes SENT, and what is in
+shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
 synchronization, at all stages.
 
 Code may read what is OWN or DROPPED and put another tensor or None in its place, on any rank. None in place of what has left drops
 it, which is an error unless all ranks that have sent it do so. Using the values of a placeholder is an error at once, on that rank.
 Two more acts are found later: a gradient in flight was replaced by a tensor, or one, in flight or not, was changed in place after
 its last accumulation, so that only this rank's part is changed. What is found later is an error on every rank, in the
-synchronization. What is REDUCED may be changed; if ranks do so differently, a synchronization reduces again.
+synchronization. What is REDUCED may be changed in place or set to None: a further synchronization compares what ranks have done, by
+one small allreduce, and reduces again if they differ. Another tensor in its place is always reduced again.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not isinstance(gradient, AbsentGradient)
 
 
-State = enum.Enum("State", "OWN SENT ARRIVING LATE DROPPED REDUCED USED CLEARED")  # see the table above
-OWN, SENT, ARRIVING, LATE, DROPPED, REDUCED, USED, CLEARED = State
+State = enum.Enum("State", "OWN SENT ARRIVING LATE DROPPED REDUCED USED GROWING")  # see the table above
+OWN, SENT, ARRIVING, LATE, DROPPED, REDUCED, USED, GROWING = State
 
 
 class TrackedGradient:

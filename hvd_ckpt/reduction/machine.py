@@ -2,33 +2,42 @@
 
 Gradients leave in *units* of several parameters: in buckets, whose allreduce gives each rank the result (:mod:`.reducer`, stages 0
 and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_ckpt.sharding.reducer`, stages 2 and 3). A parameter
-belongs to the optimizer that was made over it last. An earlier one drops the step that it has begun, and its next one is an error.
+belongs to the optimizer that was made over it last. An earlier one drops the step that it has begun, and its next ``step()`` is an
+error on every rank.
 
-**In the backward pass.** A unit is complete once its parameters have accumulated as often as was learned (:mod:`.accumulation`):
-for a bucket in a step, for a group in a *round* of ``backward_passes_per_step`` passes. It leaves when it is complete and all units
-before it have left, in an order learned from rank 0. So all ranks launch the same units in the same order, with zeros for what is
-missing. From then on a placeholder stands in ``p.grad`` (:mod:`.gradients` has the states). What comes after its unit has left
-goes to a tensor of its own.
+**In the backward pass.** A unit is complete once each of its parameters has accumulated as often as is expected, which each rank
+learns from its last steps (:mod:`.accumulation`). For a bucket this is the number in a whole step, for a group the number in a
+*round* of ``backward_passes_per_step`` passes. A unit leaves when it is complete and all units before it have left, in an order
+learned from rank 0. So all ranks launch the same units in the same order, with zeros for what is missing. From then on a
+placeholder stands in ``p.grad`` (:mod:`.gradients` has the states). What comes after its unit has left goes to a tensor of its own.
 
-**Rounds.** A bucket leaves once in a step: the last one, and all of the first step, in ``synchronize()``. A group leaves once in
-each round, from the first step on (there in the layout's order), so that no rank holds whole gradients of several rounds. What
-comes later leaves with its next round. *Late* is what comes after its bucket, or after its group's last round. A further round at
-the end has what is left on some rank: late parts, whose results are added; parameters that are used for the first time; and what
-has come since all ranks have dropped a gradient in flight, in place of which it counts. It is one of groups, or of buckets that are
-made for it (:mod:`.further`).
+**Rounds.** A bucket leaves once in a step. The last one leaves in ``synchronize()``; so do all in the first step, on a single rank,
+and with an operation that cannot add late parts (Min, Max, Product). A group leaves once in each round, so that no rank holds whole
+gradients of several rounds. In the first step the groups have the order of the parameters, and each parameter that requires a
+gradient is expected once in each pass: an unused one holds back its group, and those behind it, until ``synchronize()``. A group
+that no rank has had gradients of for two steps is left out until it is used again.
+
+What comes to a group later leaves with its next round. *Late* is what comes after its bucket, or after the last round that the
+passes so far have begun. A further round in ``synchronize()`` has what is left on some rank: late parts, whose results are added;
+what has come in place of a gradient that all ranks have dropped in flight; and groups that were left out (:mod:`.further` makes
+it for buckets). Parameters without a bucket follow at the end.
 
 **In** :meth:`Machine.synchronize` the ranks go through these methods together:
 
 1. ``_look_at`` finds what code has done to gradients by hand, ``_settle`` what else this rank alone knows.
-2. ``_exchange_flags`` launches what all ranks launch without being told: all buckets, or the rounds of the last step. It sums their
-   :class:`.ControlFlags`, in the last bucket if that can carry them: for each parameter, whether it is used and whether a gradient
-   came late, and four flags of the rank. The fingerprint of a part of the weights goes with them (:mod:`.weights`). Now all ranks
-   know the same, and take the same way.
+2. ``_exchange_flags`` launches what all ranks launch without being told: all buckets, or as many rounds as in the last step (one in
+   the first). It sums their :class:`.ControlFlags`, in the last bucket if that is float32, uncompressed and summed: for each
+   parameter, whether it is used and whether a gradient came late, and some flags of the rank. The fingerprint of a part of the
+   weights goes with them (:mod:`.weights`). Now all ranks know the same, and take the same way.
 3. If a flag asks for it, the ranks gather reports. All raise one error, or continue together after ``_agree``.
-4. ``_land`` leaves nothing in flight, puts the results in their places, and makes the further round.
-5. ``_learn`` prepares the next step. What has no bucket yet is first reduced here: in the first step, everything.
+4. ``_land`` leaves nothing in flight, puts the results in their places, and makes the further round. A rank may have launched more
+   rounds than all do without being told: then a second message, a maximum, tells how many each group needs.
+5. ``_check_weights`` compares the fingerprints; all raise one error if they differ.
+6. ``_learn`` prepares the next step. Parameters that are used for the first time, in the first step all, get their places in the
+   order of rank 0 (a sum, to which the other ranks add zeros). Of buckets, they are reduced here.
 
-An error in any of them drops the step and all gradients on every rank.
+An error that all ranks raise drops the step and all gradients. What one rank alone raises in its backward pass, all raise in the
+next synchronization.
 """
 
 from __future__ import annotations

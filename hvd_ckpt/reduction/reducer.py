@@ -361,9 +361,9 @@ class Reducer(Machine):
         by, last = self._communicator, self.assignment.buckets[-1] if self.assignment.buckets else None
         # Flags are float32 and summed.
         if last and by.linear and last.dtype is torch.float32 and by.compression is Compression.none:
-            # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 4 + 33 = 43 elements:
+            # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 5 + 33 = 44 elements:
             #
-            #   used x 3 | late x 3 | resynchronize | notice | further | unsteady | fingerprint of weights x 33
+            #   used x 3 | late x 3 | resynchronize | notice | further | unsteady | uncleared | fingerprint x 33
             last.flags = ControlFlags.size(self._known) + Sums.SIZE
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_ckpt.reduction.gradients import CLEARED, DROPPED, OWN, SENT, USED, AbsentGradient, TrackedGradient
+from hvd_ckpt.reduction.gradients import DROPPED, GROWING, OWN, SENT, USED, AbsentGradient, TrackedGradient
 from hvd_ckpt.utils.torch_private import execution_engine
 
 IN_SHARDS = (
@@ -90,7 +90,7 @@ class PartedGradient(TrackedGradient):
         self.settle()  # after a backward pass that has failed
         if (used := self._used) is not None:
             self._grows = not used.is_zero
-            self._placeholder, self.parameter.grad, self.state = used, None, CLEARED
+            self._placeholder, self.parameter.grad, self.state = used, None, GROWING
             execution_engine.queue_callback(self.settle)
             return
         if self.parameter.grad is None and not self.is_away:  # cleared by hand since
@@ -98,7 +98,7 @@ class PartedGradient(TrackedGradient):
         super().make_room()
 
     def settle(self) -> None:
-        if self.state is CLEARED and self.parameter.grad is None:
+        if self.state is GROWING and self.parameter.grad is None:
             self.parameter.grad, self.state = self._placeholder, USED
         super().settle()
 

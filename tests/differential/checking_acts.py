@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,9 +278,16 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
         act = program.steps[step].acts[position]
         if common(act):
             left_out.add((act.ranks[0], step, position, at))
-    alone, *noisy = (
-        complete(Run(program, alone=True, noise=noise, refused=left_out)) for noise in (0, *NOISES)
-    )
+
+    def run(noise: int = 0) -> Run:
+        return complete(Run(program, alone=True, noise=noise, refused=left_out))
+
+    alone = run()
+    return _differ(program, everyone, alone) and _differ(program, everyone, alone, list(map(run, NOISES)))
+
+
+def _differ(program: Program, everyone: list[Outcome], alone: Run, noisy: Sequence[Run] = ()) -> list[str]:
+    """What is not as in one process, by the least tolerance, or by what roundings did in noisy runs."""
     result, floor = alone.result(), floor_of(program)
     least = tolerance_of(result, floor=floor)
     failures = []
