@@ -86,7 +86,7 @@ class AdasumOptimizer(ReducedOptimizer):
                 decode(wire, context, self.compression, flat)
                 parameter.copy_(start.add_(flat.view(change.shape)))
         self.reducer.end_step()
-        self._phase = Phase.STEPPED
+        self._phase, self._had_gradients = Phase.STEPPED, {}
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

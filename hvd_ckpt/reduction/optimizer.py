@@ -47,7 +47,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
-    # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved, and its sparse dimensions, or 0.
+    # In a resumed run until its first zero_grad(), or step: parameters with a gradient when the run was saved, and its sparse
+    # dimensions, or 0. A step without it was cleared otherwise: ``model.zero_grad()`` leaves nothing that the next one would find.
     _had_gradients: Mapping[torch.Tensor, int] = MappingProxyType({})
     _wrapped_supports_amp_scaling: bool
     notice = noticed = False  # in place of a reducer's
@@ -90,7 +91,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._look_for_replaced(reducer)
             if reduces := not self._phase.is_reduced or reducer.any_new():
                 reducer.synchronize()
-        self._phase = Phase.SYNCHRONIZED
+        self._phase, self._had_gradients = Phase.SYNCHRONIZED, {}
         return reduces
 
     def _look_for_replaced(self, reducer: Reducer) -> None:
@@ -162,7 +163,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if reducer is None:
             self._take_note()
             self._phase = Phase.STEPPED
-            return self._local_step(closure, *args, **kwargs)
+            result = self._local_step(closure, *args, **kwargs)
+            self._had_gradients = {}
+            return result
         reducer.check_owner()
         if closure is not None:
             # The first is the same on every rank. So either all ranks ask each other, which the second does by a message, or none.
@@ -461,7 +464,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             with self._stepping(StepReduces.NOT_FOR_SCALER):
                 yield
         finally:
-            self._phase = Phase.STEPPED
+            self._phase, self._had_gradients = Phase.STEPPED, {}
 
     def reset_reduction(self) -> None:
         """Drops order, layout and counts; the next step learns them from rank 0. Call it on every rank.

@@ -107,6 +107,31 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when it was split.
         """
+        self._take_in()
+        for group in self._layout.groups:
+            if self._format.changes(group.dtype):
+                self.shards[group.position].copy_(self._written(group))
+
+    def current_shards(self) -> list[torch.Tensor]:
+        """The shards with what was written to the parameters from outside; errors are those of :meth:`sync_from_model`."""
+        self._take_in()
+        # Copies: the next synchronization rounds anew, so that it finds something else where a save has changed exact values.
+        return [
+            self._written(group) if self._format.changes(group.dtype) else self.shards[group.position]
+            for group in self._layout.groups
+        ]
+
+    def _written(self, group: Group) -> torch.Tensor:
+        """This rank's exact values of a group of which the model has rounded ones. Where it still has what the exact one rounds to,
+        nobody has written to it."""
+        own, exact = (
+            group.shard_of(self._flats[group.position], self._exchange.rank),
+            self.shards[group.position],
+        )
+        return torch.where(own == self._format.rounded(exact), exact, own)
+
+    def _take_in(self) -> None:
+        """Moves parameters that have got other memory to their places."""
         for index, parameter in enumerate(self._layout.parameters):
             # Still in its place. What was written there in place is in the shards already, which are views of
             # that memory.
@@ -120,12 +145,6 @@ class FlatParameters:
             if not self._layout.fits(index):
                 raise RuntimeError(self._layout.changed(index))
             self._place(index)
-        # With a lossy format the model has rounded weights. Where it still has what the exact
-        # one rounds to, nobody has written to it.
-        for group, flat, exact in zip(self._layout.groups, self._flats, self.shards):
-            if self._format.changes(group.dtype):
-                own = group.shard_of(flat, self._exchange.rank)
-                exact.copy_(torch.where(own == self._format.rounded(exact), exact, own))
 
     def _place(self, index: int) -> None:
         """Moves a parameter to its view."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -382,10 +382,16 @@ class ShardedOptimizer(ReducedOptimizer):
         return whole_model.optimizer_state(result, itertools.chain.from_iterable(sharding.groups), all_ranks)
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
-        """This rank's exact weights. Each item has the name, the first element and the last element + 1 in the parameter's memory
-        order, and the values (1-D, not copied).
+        """This rank's exact weights, with what was written to them since the last step. Each item has the name, the first element
+        and the last element + 1 in the parameter's memory order, and the values (1-D, not always copied).
+
+        Raises:
+            RuntimeError: a parameter has another dtype, device or shape than when it was split.
         """
-        layout, shards = self.sharding.layout, self.sharding.store.shards
+        return self._pieces_of(self.sharding.store.current_shards())
+
+    def _pieces_of(self, shards: Sequence[torch.Tensor]) -> list[tuple[str, int, int, torch.Tensor]]:
+        layout = self.sharding.layout
         return [
             (layout.names[span.parameter], span.start, span.stop, span.of(shards[group.position]))
             for group in layout.groups
@@ -403,7 +409,7 @@ class ShardedOptimizer(ReducedOptimizer):
         for name, start, stop, values in parts:
             by_name.setdefault(name, []).append((start, stop, values))
         with torch.no_grad():
-            for name, start, stop, own in self.weight_pieces():
+            for name, start, stop, own in self._pieces_of(sharding.store.shards):
                 own.copy_(
                     state.assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own)
                 )

@@ -105,6 +105,11 @@ class ShardedParameters(Passes):
         for unit in self.units:
             unit.check()
 
+    def current_shards(self) -> list[torch.Tensor]:
+        """The shards, after :meth:`sync_from_model`."""
+        self.sync_from_model()
+        return self.shards
+
     def find_written(self) -> RuntimeError | None:
         """The error of a pass that has written weights since the last synchronization."""
         first = None

@@ -241,7 +241,9 @@ RESUMED: dict[str, Named] = {
             [(text, {"clear": clear}) for text, clear in zip((WHOLE, "012", WHOLE, "012", "012"), clears)],
             stages=ANY, more={"optimizer": "nesterov"},
         )
-        for clears in (("zero",) * 5, ("none", "zero", "zero", "none", "zero"))
+        for clears in (
+            ("zero",) * 5, ("none", "zero", "zero", "none", "zero"), ("none", "none", "none", "model", "zero"),
+        )
     },
     **{
         name: named for name, named in NAMED.items() if name.startswith("sparse") and name.endswith("zero")

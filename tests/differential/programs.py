@@ -223,3 +223,9 @@ class Program:
     def lossy(self) -> bool:
         """Whether gradients or weights are rounded on their way."""
         return "compression" in self.options or "wire" in self.options
+
+    @property
+    def rounds_what_is_written(self) -> bool:
+        """Whether a resume rounds what a forward pass has written: weights then travel to the ranks in another format once more."""
+        writes = any(block.kind == "max_norm" for block in self.blocks)
+        return writes and self.stage > 0 and "wire" in self.options

@@ -116,6 +116,23 @@ def test_what_a_forward_pass_writes_is_kept(case: str, first: bool, stage: int) 
     same(model, optimizer, wanted, plain)
 
 
+@pytest.mark.parametrize("wire", ["fp32", {"parameters": "bf16"}, {"parameters": "int8"}], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", WRITES)
+def test_what_is_written_after_a_step_is_saved(case: str, stage: int, wire: Any) -> None:
+    model = Model(lambda layer: None)
+    optimizer = wrapped(model, stage, wire=wire)
+    train(model, optimizer, steps=1)
+    layer = model.blocks[2][1]
+    rounded = layer.weight.detach().clone()
+    WRITES[case](layer)
+    written = layer.weight.detach().flatten()
+    for name, start, stop, values in optimizer.weight_pieces():
+        if name == "blocks.2.1.weight":
+            changed = (written != rounded.flatten())[start:stop]
+            assert torch.equal(values[changed], written[start:stop][changed])
+
+
 @pytest.mark.skipif(hc.size() == 1, reason="a rank alone writes what all write")
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("case", WRITES)
