@@ -17,7 +17,7 @@ import click
 import yaml
 from pydantic import BeforeValidator, Field, create_model
 
-from benchmarks.case import Case, Found, MeasuredJob, Row
+from benchmarks.case import Case, MeasuredJob, Row
 from benchmarks.pictures import Lines, draw_bars
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner import jobs
@@ -42,6 +42,7 @@ from hvd_ckpt.app.compare.runner.settings import (
 )
 from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating
 from hvd_ckpt.app.training.field_types import Count
+from hvd_ckpt.utils.named import import_named
 
 Compared = str | Callable[[Row, Sequence[Row]], Any]
 """An engine, to which the time of a step is a ratio, or from a row and all rows to a value: quartiles, a number or a text."""
@@ -93,8 +94,8 @@ class Suite:
         average: of the steps of a job.
         sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
         within: of a case, the words of a command that runs the launcher, and options of the launcher.
-        measure: what the ranks call instead of :class:`benchmarks.worker.Bench`; unless it is ``launched``, what is called here.
-            Its engines and workloads are words of its own.
+        measure: ``module:function`` that the ranks call instead of :class:`benchmarks.worker.Bench`, and what is called here unless
+            it is ``launched``. Its engines and workloads are words of its own.
         lines: a picture in place of bars.
     """
 
@@ -122,7 +123,7 @@ class Suite:
     average: Callable[[list[float]], float] = statistics.median
     sound: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: True
     within: Callable[[Case], Place] = lambda case: ((), ())
-    measure: Callable[[MeasuredJob], list[Found]] | None = None
+    measure: str = ""
     launched: bool = True
     lines: Lines | None = None
 
@@ -151,7 +152,7 @@ class Suite:
         else:
             names("controller", "What starts the ranks.", CONTROLLERS, self.controllers)
         names("workloads", "What is trained.", self.workloads)
-        if self.measure is None:
+        if not self.measure:
             find = "benchmarks.engines:find_engine"
             names("engines", "Engines, or module:Class of your own.", self.engines, find=find)
         else:
@@ -190,7 +191,7 @@ class Suite:
         from benchmarks.workloads import WORKLOADS
 
         for name, (option, value) in itertools.product(settings.workloads, (settings.set or {}).items()):
-            known = WORKLOADS[name].sizes if self.measure is None else self.sizes.get(name, {})
+            known = WORKLOADS[name].sizes if not self.measure else self.sizes.get(name, {})
             if option not in known:
                 raise BadArgument(f"--set {option}: the sizes of {name} are {', '.join(known)}")
             kind = type(known[option])
@@ -203,7 +204,7 @@ class Suite:
 
         check_devices(getattr(settings, "device", "cpu"), max(settings.np))
         remarks: list[str] = []
-        if self.measure is None:
+        if not self.measure:
             reasons = {engine: find_engine(engine).unavailable() for engine in settings.engines}
             remarks += [f"{engine} is left out: {why}" for engine, why in reasons.items() if why]
             here = tuple(engine for engine, why in reasons.items() if not why)
@@ -253,8 +254,8 @@ class Suite:
         )
         within, options = self.within(case)
         try:
-            if self.measure is not None and not self.launched:
-                ranks = [self.measure(job)]
+            if not self.launched:
+                ranks = [import_named("function", job.worker)(job)]
             else:
                 ranks = jobs.run_job(
                     job,

@@ -24,6 +24,7 @@ from hvd_ckpt.app.compare.runner.jobs import own_device, reason
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.training.optim import Schedule
 from hvd_ckpt.utils.measure import now
+from hvd_ckpt.utils.named import import_named
 
 
 class Training:
@@ -187,8 +188,9 @@ def frozen() -> Iterator[None]:
 
 def measure(job: MeasuredJob) -> list[Found]:
     """What this rank finds of each case."""
-    if (own := find_suite(job.suite).measure) is not None:
-        return own(job)
+    if own := find_suite(job.suite).measure:
+        found: list[Found] = import_named("function", own)(job)
+        return found
     bench = Bench(job)
     bench.run()
     return bench.found

@@ -5,21 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
-
-from benchmarks.case import Case, Found, Row, figure
+from benchmarks.case import Row, figure
 from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Axis, Suite
-from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.planning.step import Sample
-from hvd_ckpt.prediction.computation import counted
-from hvd_ckpt.prediction.layouts import Job as Layouts
-from hvd_ckpt.prediction.network import Network
 
 GPT = {"vocabulary": 50257, "length": 2048}
 QUICK = {"memory": 1, "vocabulary": 512, "length": 128, "width": 256, "heads": 8, "layers": 4}
@@ -30,46 +20,6 @@ CLUSTER = {
     "local_link": 2400.0,
 }  # samples of a rank; Gbit/s of a rank
 LINKS = ("25", "400")
-
-
-def predicted(case: Case) -> Found:
-    """The fastest layout, and the fastest of those in which each rank is a replica."""
-    shape = dict(case.sizes)
-    batch, tflops, local, local_link, memory = (shape.pop(name) for name in (*CLUSTER, "memory"))
-    network = Network(min(local, case.np), float(case.at["link"]) * 1e9 / 8, local_link * 1e9 / 8)
-    layouts, ideal = layouts_of(tflops, tuple(shape.items()))
-    # Computation depends on none of these, and is counted once.
-    layouts = dataclasses.replace(
-        layouts, ranks=case.np, batch=case.np * batch, network=network, memory=memory << 30
-    )
-    fit = [row for row in layouts.rows() if row.fits]
-    if not fit:
-        return {"seconds": [], "failure": "no layout fits"}
-    best, alone = fit[0], next((row for row in fit if row.layout.replicas == case.np), None)
-    return {
-        "seconds": [best.seconds],
-        "layout": str(best.layout),
-        "limit": best.limit,
-        "recomputing": best.recomputing,
-        "efficiency": ideal * batch / best.seconds,
-        "alone_layout": None if alone is None else str(alone.layout),
-        "alone_efficiency": None if alone is None else ideal * batch / alone.seconds,
-    }
-
-
-@functools.cache
-def layouts_of(tflops: float, shape: tuple[tuple[str, Any], ...]) -> tuple[Layouts, float]:
-    """The layouts of a model, whose cluster is filled in, and seconds of a sample on a rank that only computes."""
-    with torch.device("meta"):
-        model = gpt(**dict(shape))
-
-    def sample(samples: int) -> Sample:
-        tokens = torch.zeros(samples, dict(shape)["length"], dtype=torch.long, device="meta")
-        return Sample((tokens,), {}, None)
-
-    once = counted(model, sample(1), tflops * 1e12)
-    ideal = sum(block.choices[0].seconds for block in once.chain)
-    return Layouts(model, 1, 0, 1, Network(), sample, tflops=tflops), ideal
 
 
 def points(row: Row, rows: Sequence[Row]) -> Iterator[Point]:
@@ -104,7 +54,7 @@ clusters = Suite(
     rounds=1,
     quick={"np": "8", "workloads": "gpt-1.3b"},
     launched=False,
-    measure=lambda job: [predicted(case) for case in job.cases],
+    measure="benchmarks.measures.predictions:clusters",
     lines=Lines(points, y="efficiency"),
     notes=(
         "efficiency: computation without recomputation, as a part of a step. limit: what takes more than 15 % of a step.",

@@ -6,23 +6,11 @@ Both draw the same samples for each step, and divide them among however many ran
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor
-
-import hvd_ckpt as hc
-from benchmarks.case import Case, Found, Row, figure
+from benchmarks.case import Case, Row, figure
 from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Suite
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.training.build import assemble
-from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.data.sampler import DistributedSampler
-
-BATCH = 4  # samples of a replica
-LEARNING_RATE = 2e-3
-SEED = 3
 
 
 def keeps(case: Case) -> bool:
@@ -31,43 +19,6 @@ def keeps(case: Case) -> bool:
     if replicas & (replicas - 1) or case.np & (case.np - 1) or case.np > replicas:
         raise BadArgument(f"--np {case.np}: give powers of two up to replicas={replicas}, a power of two")
     return case.np > 1 or case.controller == "gloo"
-
-
-def losses_of(case: Case) -> Found:
-    """Trains on one rank; the mean loss of each step, over all samples. A rank of stock Horovod computes its part at once."""
-    import horovod.torch as hvd
-
-    options = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.1}
-    parts = assemble(Config("gpt-tiny", model_options=options, sequence_length=32, seed=SEED))
-    model, replicas, sampler = parts.model, case.sizes["replicas"], DistributedSampler(parts.train, seed=SEED)
-    stock, count = case.engine == "horovod", BATCH * replicas
-    library: Any = hvd if stock else hc
-    library.init()
-    optimizer = library.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
-        named_parameters=model.named_parameters(),
-        **({} if stock else {"model": model, "replicas": replicas}),
-    )
-    library.broadcast_parameters(model.state_dict(), root_rank=0)
-    torch.manual_seed(SEED + hvd.rank())
-
-    def run(step: int, number: int, of: int) -> Tensor:
-        """The forward and backward pass of one of the parts of a step's samples; its loss."""
-        batch = parts.train.batch(*sampler.part(step * count, count, number, of))
-        loss = parts.objective.loss(model(*batch.inputs, **batch.shared), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    means = []
-    for step in range(case.sizes["steps"]):
-        optimizer.zero_grad()
-        losses = [run(step, hvd.rank(), hvd.size())] if stock else []
-        for replica in () if stock else optimizer.local_replicas():
-            with replica:
-                losses.append(run(step, replica.index, replicas))
-        optimizer.step()
-        means.append(float(hvd.allreduce(losses[0]) if stock else optimizer.replicas.mean(losses)))
-    return {"losses": means}
 
 
 def found(row: Row) -> list[float] | None:
@@ -107,6 +58,6 @@ replicas = Suite(
     quick={"controller": "gloo"},
     threads=1,
     sound=lambda row, rows: row.case.engine == "horovod" or same(row, rows) != "no",
-    measure=lambda job: [losses_of(case) for case in job.cases],
+    measure="benchmarks.measures.replicas:measure",
     lines=Lines(points, "step", "loss, relative to the fewest ranks"),
 )

@@ -6,24 +6,15 @@ takes longer where more ranks share the processors.
 
 from __future__ import annotations
 
-import dataclasses
 import string
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from benchmarks import TESTS
 from benchmarks.case import Case, Row
 from benchmarks.suite import Axis, Place, Suite
-from benchmarks.workloads import workload
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import ModelSizes
-from hvd_ckpt.prediction.training_layout import TrainingLayout
-from hvd_ckpt.processes.runtime import allowed_cpus
 
-PAYLOAD = 1448 / 1514  # of an Ethernet frame, without the headers of TCP, IP and Ethernet
 LOCAL = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4}
 """Ranks on each host, by ranks of the job."""
 WAYS = {"hvd_ckpt": "none", "stage-2": "gradients", "stage-3": "parameters"}
@@ -43,31 +34,9 @@ def hosts(case: Case) -> Place:
 
 def predicted(row: Row, rows: Sequence[Row]) -> float | None:
     """Seconds of a step."""
-    ranks, at = row.case.np, row.case.at
-    alone = (other for other in rows if other.case == dataclasses.replace(row.case, np=1))
-    one, local = next(alone, row), LOCAL[ranks]
-    if one is row or one.over("forward") is None:
-        return None
-    # So many ranks share a processor. Between namespaces of one machine messages, too, cost what processors
-    # need for them; across hosts that is what one TCP connection takes beside the time of a link.
-    share = max(1.0, ranks / allowed_cpus())
-    byte = 0.65e-9 * max(1.0, ranks / local / allowed_cpus())
-    network = Network(
-        local,
-        bandwidth=1.0 / (8 / (PAYLOAD * float(at["link"]) * 1e6) + byte),
-        local_bandwidth=1e9 / share,
-        latency=100e-6 * share + float(at["delay"]) / 1e3,
-        local_latency=50e-6 * share,
-        message=20e-6 * share,
-        controller="gloo",
-    )
-    with torch.device("meta"):
-        model = workload(row.case.workload, row.case.sizes).model()
-    forward, backward = (
-        [share * one.over(name) / len(model)] * len(model) for name in ("forward", "backward")
-    )
-    sizes = ModelSizes(model, forward, backward)
-    return sizes.step(WAYS[row.case.engine], TrainingLayout(ranks), network).seconds
+    from benchmarks.measures.predictions import step_on_hosts  # which imports PyTorch
+
+    return step_on_hosts(row, rows)
 
 
 def of_measured(row: Row, rows: Sequence[Row]) -> float | None:

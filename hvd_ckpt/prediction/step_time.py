@@ -26,7 +26,7 @@ from torch import nn
 from hvd_ckpt.collectives.formats import FP32, wire_formats
 from hvd_ckpt.parallel.pipeline.schedule import Schedule, make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
-from hvd_ckpt.prediction.training_layout import TrainingLayout
+from hvd_ckpt.prediction.training_layout import BASELINES, TrainingLayout
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
@@ -40,22 +40,6 @@ Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather",
 """``scatter`` is this library's reduce-scatter, ``ring_scatter`` that of others; a ``message`` goes to another stage, an
 ``exchange`` to each other part of a layer."""
 
-WAYS = {
-    "none": 'shard="none"',
-    "optimizer": 'shard="optimizer"',
-    "gradients": 'shard="gradients"',
-    "parameters": 'shard="parameters"',
-    "replicas": "replicas=",
-    "local": "local SGD",
-    "stages": "stages=",
-    "tensor": "tensor=",
-    "ddp": "PyTorch DDP",
-    "fsdp2": "PyTorch FSDP2",
-    "ring": "ring reduce-scatter",
-}
-"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
-Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
-BASELINES = ("ddp", "fsdp2", "ring")
 NUMBER = 8  # bytes of a number of each rank
 
 
@@ -190,7 +174,7 @@ class ModelSizes:
         return sum(parameter.nbytes for _, parameter in self._named)
 
     def step(self, way: str, layout: TrainingLayout, network: Network) -> StepTime:
-        """A step in one of :data:`WAYS`; of local SGD, all steps from one average to the next."""
+        """A step in one of :data:`.training_layout.WAYS`; of local SGD, all steps from one average to the next."""
         step = StepTime(network, layout, cycles=way not in BASELINES)
         if way == "local":
             self._averages(step, layout)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +31,11 @@ def settings(suite: Any, **chosen: Any) -> Any:
     words = {name: axis.values for name, axis in suite.axes.items()}
     places = {"np": (1, 2), "controller": ("gloo",), "workloads": ("gpt",), "engines": suite.engines}
     return SimpleNamespace(**{**words, **places, "quick": True, "set": None, **chosen})
+
+
+def test_the_help_of_suites_does_not_wait_for_pytorch() -> None:
+    code = "import sys; from benchmarks import suites; [*map(suites.find_suite, suites.names())]; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_a_row_takes_the_slowest_rank_and_the_least_of_several_counts() -> None:

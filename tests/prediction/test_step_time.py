@@ -10,8 +10,8 @@ import torch
 
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import WAYS, ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import TrainingLayout
+from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
+from hvd_ckpt.prediction.training_layout import WAYS, TrainingLayout
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.
