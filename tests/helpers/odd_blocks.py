@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import hvd_ckpt as hc
 from hvd_ckpt.recompute.region import reach
 
 WIDTH = 16
@@ -293,6 +294,15 @@ def _conditional(block: Any, x: Tensor) -> Tensor:
     return x.cos()
 
 
+def _noisy_layer(block: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.dropout(F.gelu(block.b(x)), 0.4).sin()
+
+
+def _weight_past_its_counter(block: Any, x: Tensor) -> Tensor:
+    block.gain.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return x - block.gain.data
+
+
 def _value_changed_past_the_counter(block: Any, x: Tensor) -> Tensor:
     y = x.sin()
     y.data.mul_(0.5)
@@ -313,6 +323,8 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "buffer written first": _buffer_written_first,
     "large buffer": _large_buffer,
     "weight written first": _weight_written_first,
+    "weight past its counter": _weight_past_its_counter,
+    "weight behind an unused result": lambda block, x: ((x * block.gain).sin(), x)[1],
     "gradient inside": _gradient_inside,
     "backward inside": _backward_of_detached,
     "func.grad": lambda block, x: x + torch.func.grad(lambda y: (y.tanh() ** 2).sum())(x),
@@ -324,6 +336,9 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "checkpoint inside": lambda block, x: checkpoint(lambda y: y.sin() * y.cos(), x, use_reentrant=False),
     "reentrant checkpoint inside": lambda block, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
+    "region inside": lambda block, x: hc.checkpoint(_noisy_layer(block), x),
+    "reentrant region inside": lambda block, x: hc.checkpoint(_noisy_layer(block), x, use_reentrant=True),
+    "CheckpointFunction inside": lambda block, x: hc.CheckpointFunction.apply(_noisy_layer(block), 1, x, *block.b.parameters()),
     "compiled part": lambda block, x: torch.compile(lambda y: y.sin() * y, backend="eager")(x),
     "custom function": lambda block, x: Square.apply(x),
     "random operator": lambda block, x: noisy(x),
@@ -373,6 +388,7 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linalg": lambda block, x: x @ torch.linalg.qr(block.a.weight)[0],
     "unfold": lambda block, x: F.fold(F.unfold(x[None, None], 3, padding=1).sin(), x.shape, 3, padding=1)[0, 0],
     "in place on views": lambda block, x: (lambda y: y[:, 2:].mul_(2) is y or y.add_(1))(x.sin().clone()),
+    "meta device": lambda block, x: x.sin() * len(torch.ones(len(x), device="meta").exp().cumsum(0)),
     "detached in place": lambda block, x: x * x.detach().clone().clamp_(0).sqrt_(),
 }  # fmt: skip
 
@@ -422,12 +438,39 @@ def _quantize(block: Any, x: Tensor) -> Tensor:
     return x * chosen
 
 
-def _codebook(as_buffer: bool) -> nn.Module:
-    codes = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
-    block = Block(_quantize, **({"codes": codes} if as_buffer else {}))
-    if not as_buffer:
-        block.codes = codes
+def _holding(middle: Callable[[Any, Tensor], Tensor], **tensors: Tensor) -> nn.Module:
+    """A block with tensors that are attributes, and no buffers."""
+    block = Block(middle)
+    vars(block).update(tensors)
     return block
+
+
+def _codes() -> dict[str, Tensor]:
+    return {"codes": torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)}
+
+
+def _fill(block: Any, x: Tensor) -> Tensor:
+    if not block.held.numel():
+        block.held.resize_(WIDTH).fill_(1.0)
+    x = x * block.held.clone()
+    block.held.mul_(0.9)
+    return x
+
+
+def _with_two_names() -> nn.Module:
+    block = Block(lambda block, x: x * block.same.clone() * block.scale.add_(1).clone())
+    block.register_buffer("same", block.scale)
+    return block
+
+
+def _operator(norm: Callable[..., Any]) -> nn.Module:
+    """With running statistics, which an operator writes."""
+    middle = lambda block, x: x + norm(block.b(x), None, None, block.mean, block.var, True, 0.1, 1e-5)[0]  # noqa: E731
+    return Block(middle, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
+
+
+def _numpy_memory(block: Any, x: Tensor) -> Tensor:
+    return x * torch.as_tensor(block.array).mul_(0.5).exp()
 
 
 def _held_generator(block: Any, x: Tensor) -> Tensor:
@@ -536,8 +579,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "max_norm": lambda: _embedded(max_norm=0.5),
     "sparse embedding": lambda: _embedded(sparse=True),
     "frequency embedding": lambda: _embedded(scale_grad_by_freq=True),
-    "codebook": lambda: _codebook(True),
-    "codebook that is an attribute": lambda: _codebook(False),
+    "codebook": lambda: Block(_quantize, **_codes()),
+    "codebook that is an attribute": lambda: _holding(_quantize, **_codes()),
+    "resized attribute": lambda: _holding(_fill, held=torch.empty(0)),
+    "buffer with two names": _with_two_names,
+    "memory of NumPy": lambda: Block(_numpy_memory, array=np.ones(WIDTH, np.float32)),
+    "operator of batch norm": lambda: _operator(torch.native_batch_norm),
+    "overload of batch norm": lambda: _operator(torch.ops.aten.native_batch_norm.default),
     "hooks on modules": _hooked,
     "all frozen": lambda: _frozen(),
     "weight frozen": lambda: _frozen("a.weight"),
@@ -575,6 +623,22 @@ class State:
 Pair = namedtuple("Pair", ["x", "y"])
 
 
+class Slots(dict[str, Tensor]):
+    __slots__ = ()
+
+
+class Ordered(OrderedDict[str, Tensor]):
+    pass
+
+
+class Named(list[Tensor]):
+    name = "none"
+
+    def called(self, name: str) -> Named:
+        self.name = name
+        return self
+
+
 class Passing(nn.Module):
     """Takes and gives something that holds a tensor.
 
@@ -596,6 +660,16 @@ def _set_item(state: Any, x: Tensor) -> Any:
     return state
 
 
+def _of(kind: type, name: str = "given") -> Callable[[Any], Tensor]:
+    """The tensor of a container, which is still of its own class."""
+
+    def get(state: Any) -> Tensor:
+        assert type(state) is kind and getattr(state, "name", name) == name
+        return state[0] if kind is Named else state["x"]
+
+    return get
+
+
 def _set_attribute(state: Any, x: Tensor) -> Any:
     state.x = x
     state.steps = state.steps + 1
@@ -609,6 +683,9 @@ def _append(state: Any, x: Tensor) -> Any:
 
 PASSED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Callable[[Any, Tensor], Any]]] = {
     "dict changed in place": (lambda x: {"x": x}, lambda s: s["x"], _set_item),
+    "slots changed in place": (lambda x: Slots(x=x), _of(Slots), _set_item),
+    "ordered dict changed in place": (lambda x: Ordered(x=x), _of(Ordered), _set_item),
+    "list with a name": (lambda x: Named([x]).called("given"), _of(Named), lambda s, x: Named([x]).called("given")),
     "new dict": (lambda x: {"x": x}, lambda s: s["x"], lambda s, x: {**s, "x": x}),
     "list changed in place": (lambda x: [x], lambda s: s[-1], _append),
     "tuple": (lambda x: (x, None), lambda s: s[0], lambda s, x: (x, None)),
@@ -645,18 +722,22 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 def step(
     model: nn.Module, sample: Any, run: Callable[[Any, Any], Any] = lambda model, sample: model(sample)
 ) -> list[Tensor | None]:
-    """Loss, gradients and tensors of the model after two steps' forward and backward passes."""
+    """Losses, gradients and tensors of the model after two steps, and random numbers of all generators."""
     seed()
     losses = []
     for _ in range(2):
         loss = loss_of(run(model, copy.deepcopy(sample)))
         loss.backward()
         losses.append(loss.detach())
+        for parameter in model.parameters():
+            if parameter.grad is not None:  # past its version counter, as some optimizers do
+                parameter.data.add_(parameter.grad, alpha=-1e-3)
         for module in model.modules():
             if isinstance(module, Block):
                 module.cached = None
     gradients = [one.grad for one in model.parameters()]
-    return [*losses, *gradients, *tensors_of(model), torch.rand(1)]
+    numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
+    return [*losses, *gradients, *tensors_of(model), *numbers]
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:

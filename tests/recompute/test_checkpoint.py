@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from same import assert_same, gradients
+from same import assert_same
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ways import EVERY_KIND, VARIANTS, WAYS, by_function, of, plainly, reentrant
@@ -42,27 +42,6 @@ class Recorder(nn.Module):
 
 def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 6), nn.Tanh())
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("input_needs_grad", [False, True])
-def test_equals_no_recomputation_with_dropout(run, autocast, input_needs_grad):
-    def train(run):
-        torch.manual_seed(1)
-        first, second = mlp(), mlp()
-        x = torch.randn(5, 6, requires_grad=input_needs_grad)
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                y = run(second, run(first, x))
-            y.float().square().sum().backward()
-        return [
-            *gradients(first, second),
-            x.grad,
-            torch.get_rng_state(),
-        ]  # later random numbers are the same too
-
-    assert_same(train(plainly), train(run))
 
 
 def test_without_preserved_random_state_dropout_differs():
@@ -131,31 +110,6 @@ def test_flags_are_restored_when_the_function_raises(run):
     assert not is_recomputing()
 
 
-@NESTINGS
-def test_nested(outer, inner):
-    def train(outer, inner):
-        torch.manual_seed(3)
-        first, second, recorder = mlp(), mlp(), Recorder()
-
-        @of(second)
-        def inside(x):
-            return recorder(second(x))
-
-        @of(first, second)
-        def outside(x):
-            return inner(inside, first(x)).tanh() * 2
-
-        x = torch.randn(5, 6, requires_grad=True)
-        outer(outside, x).square().sum().backward()
-        return [*gradients(first, second), x.grad], recorder.seen
-
-    plain, _ = train(plainly, plainly)
-    recomputed, (first, *others) = train(WAYS[outer], WAYS[inner])
-    assert_same(plain, recomputed)
-    assert first == (True, False)
-    assert others and all(recomputing for _, recomputing in others)
-
-
 @VARIANTS
 def test_nested_structures_keywords_and_non_tensors(run):
     Pair = namedtuple("Pair", ["left", "right"])
@@ -189,20 +143,6 @@ def test_a_keyword_tensor_changed_in_place_is_an_error():
     scale.add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
-
-
-@EVERY_KIND
-def test_parameters_that_are_not_used_or_behind_an_unused_output_have_no_gradient(run):
-    used, behind, unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    @of(used, behind, unused)
-    def function(x):
-        return used(x).sin(), behind(x).sin()
-
-    y, _ = run(function, torch.randn(2, 3, requires_grad=True))
-    y.sum().backward()
-    assert used.weight.grad is not None
-    assert behind.weight.grad is None and unused.weight.grad is None
 
 
 @VARIANTS

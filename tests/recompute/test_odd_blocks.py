@@ -69,9 +69,19 @@ WAYS: dict[str, Run] = {
     "CheckpointFunction": lambda model, x: hc.CheckpointFunction.apply(model, 1, x, *model.parameters()),
     **{f"policy {seed}": under_policies(seed) for seed in range(4)},
 }
-REPEATED = {"counter", "operator with its own noise", "module: remembering"}  # other values each time
+REPEATED = {
+    "counter",
+    "operator with its own noise",
+    "module: remembering",
+    "module: memory of NumPy",
+}  # other values each time
 HOOKED = {"func.grad", "func.jacrev"}  # which PyTorch does not combine with hooks on saved tensors
-UNRECORDED = {"gradient inside", "hooks", "reentrant checkpoint inside"}  # in a first pass without gradients
+UNRECORDED = {
+    "gradient inside",
+    "hooks",
+    "reentrant checkpoint inside",
+    "reentrant region inside",
+}  # without gradients at first
 REFUSED = {
     "segments": REPEATED | HOOKED,
     "reentrant segments": REPEATED | UNRECORDED,

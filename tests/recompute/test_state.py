@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -32,65 +29,6 @@ def test_a_first_write_of_another_modules_weight_is_an_error(run: Run) -> None:
         RecomputationMismatch, match="'Linear.weight' was written .* from before are not known"
     ):
         y.sum().backward()
-
-
-Writing = tuple[Callable[[Tensor], Tensor], Tensor, list[Tensor]]
-"""A function, a weight of it, and the tensors that it writes."""
-
-
-def resized() -> Writing:
-    layer, held = nn.Linear(8, 8), torch.empty(0)
-
-    def function(x: Tensor) -> Tensor:
-        if not held.numel():
-            held.resize_(8).fill_(1.0)
-        y = torch.tanh(layer(x)) * held.clone()
-        held.mul_(0.9)
-        return y
-
-    return function, layer.weight, [held]
-
-
-class Centered(nn.Module):
-    """Keeps a running mean as a frozen parameter, and writes it past its version counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.layer = nn.Parameter(torch.zeros(8), requires_grad=False), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return self.layer(x - self.mean.data).relu()
-
-
-def past_its_version_counter() -> Writing:
-    module = Centered()
-    return module, module.layer.weight, [module.mean]
-
-
-def running_statistics() -> Writing:
-    mean, variance, weight = torch.zeros(8), torch.ones(8), torch.randn(8, 8, requires_grad=True)
-
-    def function(x: Tensor) -> Tensor:
-        return nn.functional.batch_norm(x @ weight, mean, variance, training=True).relu()
-
-    return function, weight, [mean, variance]
-
-
-@VARIANTS
-@pytest.mark.parametrize("make", [resized, past_its_version_counter, running_statistics])
-def test_tensors_that_a_forward_pass_writes(make: Callable[[], Writing], run: Run) -> None:
-    def trained(run: Run) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        function, weight, written = make()
-        for step in range(3):
-            run(function, torch.randn(4, 8, requires_grad=True)).square().sum().backward()
-            weight.data.sub_(0.1)  # as some optimizers do
-            if step == 1:
-                written[0].data.zero_()
-        return [weight.grad, *written]
-
-    assert_same(trained(run), trained(plainly))
 
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "lambda", "nested", "segments"])
@@ -200,40 +138,6 @@ def test_an_object_that_holds_tensors(run: Run) -> None:
             gradients(run)
     else:
         assert_same(gradients(run), gradients(plainly))
-
-
-class Slots(dict[str, Tensor]):
-    __slots__ = ()
-
-
-class Named(list[Tensor]):
-    name = "none"
-
-
-class Ordered(OrderedDict[str, Tensor]):
-    pass
-
-
-@VARIANTS
-@pytest.mark.parametrize("make", [lambda x: Slots(x=x), lambda x: Named([x]), lambda x: Ordered(x=x)])
-def test_subclasses_of_containers(make: Callable[[Tensor], Any], run: Run) -> None:
-    seen: list[Any] = []
-
-    def function(container: Any) -> Tensor:
-        seen.append((type(container), dict(getattr(container, "__dict__", {}))))
-        key = 0 if isinstance(container, list) else "x"
-        y = container[key].sin().exp()
-        container[key] = y  # which the recomputation must not see
-        return y
-
-    x = torch.randn(3, requires_grad=True)
-    container = make(x)
-    if isinstance(container, Named):
-        container.name = "given"
-    run(function, container).sum().backward()
-    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
-    assert x.grad is not None and torch.equal(x.grad, expected)
-    assert seen[0] == seen[1]
 
 
 def test_reentrant_gradients_of_inputs_keep_their_strides() -> None:
@@ -369,19 +273,3 @@ def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
     assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.linear.weight.grad is None and block.norm.weight.grad is not None
     assert x.grad is not None
-
-
-def test_a_buffer_with_two_names_is_one_in_a_recomputation() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(()))
-            self.register_buffer("same", self.steps)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps.add_(1)
-            return x.sin() * self.same.clone()
-
-    module, x = Twice(), torch.ones(2, requires_grad=True)
-    checkpoint(module, x).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.ones(2).cos()) and module.same == 1

@@ -163,18 +163,3 @@ def test_without_gradients_and_after_exceptions_nothing_is_left() -> None:
     assert top_saved_tensors_default_hooks(False) is None
     with torch.no_grad():
         assert not run_selectively(lambda y: y.sin() * 2, (x,), {}, policy).requires_grad
-
-
-def test_compiled_module_inside() -> None:
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    compiled = torch.compile(inner, backend="eager")
-    x = torch.randn(3, 4, requires_grad=True)
-
-    def function(y: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
-        return module(y.sin()).exp() * 2
-
-    policy = drop_all(function, x, inner)
-    out = run_selectively(function, (x, compiled), {}, policy)
-    expected = torch.autograd.grad(function(x, inner).sum(), [x, *inner.parameters()])
-    assert_same(list(torch.autograd.grad(out.sum(), [x, *inner.parameters()])), list(expected))

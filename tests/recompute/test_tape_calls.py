@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from call_names import names_of_calls
@@ -69,68 +66,6 @@ def test_tensor_changed_after_it_was_saved_never_gives_a_wrong_gradient(
         except RuntimeError as error:
             errors += "modified by an inplace operation" in str(error)
     assert errors
-
-
-@torch.library.custom_op("hvd_ckpt_tests::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    keep = torch.rand_like(x) > 0.5
-    return x * keep * random.random() * float(np.random.rand())
-
-
-noisy.register_autograd(
-    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
-
-
-def random_custom_operator(x: Tensor) -> Tensor:
-    y = noisy(x.sin())
-    return torch.ops.hvd_ckpt_tests.noisy(y).cos() * torch.ops.hvd_ckpt_tests.noisy.default(y)
-
-
-def test_random_numbers_of_others_are_left_alone() -> None:
-    x = torch.randn(4, 4, requires_grad=True)
-    out = run_selectively(random_custom_operator, (x,), {}, drop_all(random_custom_operator, x))
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    out.sum().backward()
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
-
-
-def test_memory_of_numpy_is_written_once() -> None:
-    array, weight = np.ones(4, dtype=np.float32), torch.randn(4, requires_grad=True)
-
-    def function(w: Tensor) -> Tensor:
-        return torch.as_tensor(array).mul_(2).exp() * w
-
-    policy = Policy(("as_tensor", "mul_", "exp", "mul"), frozenset(range(4)))
-    run_selectively(function, (weight,), {}, policy).sum().backward()
-    assert array.tolist() == [2.0] * 4
-    assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), 2.0).exp())
-
-
-@pytest.mark.parametrize("norm", [torch.native_batch_norm, torch.ops.aten.native_batch_norm.default])
-def test_running_statistics_of_an_operator_are_updated_once(norm: Callable[..., Any]) -> None:
-    mean, variance, x = torch.zeros(4), torch.ones(4), torch.randn(8, 4, requires_grad=True)
-
-    def function(y: Tensor) -> Tensor:
-        return norm(y.exp(), None, None, mean, variance, True, 0.1, 1e-5)[0].sin() * 2
-
-    policy = drop_all(function, x)
-    mean.zero_()
-    run_selectively(function, (x,), {}, policy).sum().backward()
-    torch.testing.assert_close(mean, 0.1 * x.detach().exp().mean(0))
-
-
-def test_calls_on_the_meta_device() -> None:
-    def function(y: Tensor) -> Tensor:
-        rows = torch.ones(len(y), device="meta").exp().cumsum(0)
-        return y.sin().exp() * len(rows)
-
-    x = torch.randn(4, requires_grad=True)
-    run_selectively(function, (x,), {}, drop_all(function, x)).sum().backward()
-    assert x.grad is not None
 
 
 TRANSFORMS = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from selective import drop_all
 from torch import nn
 from ways import Run, each_of, reentrant
 
@@ -20,9 +21,13 @@ from hvd_ckpt.recompute import (
     checkpoint,
     verify_recomputation,
 )
+from hvd_ckpt.recompute.tape import run_selectively
 from hvd_ckpt.recompute.verify import VARIABLE
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GENERATOR = torch.Generator()
+NUMBERS: list[float] = []  # by the key of a block, which its copies share
 
 
 @pytest.fixture(autouse=True)
@@ -32,40 +37,65 @@ def default_setting() -> Iterator[None]:
     verify_recomputation("first")
 
 
+def operator(name: str, function: Callable[[torch.Tensor, int, float], torch.Tensor]) -> Any:
+    """A custom operator that saves its result for its backward pass."""
+    schema = "(Tensor x, int key, float factor) -> Tensor"
+    made = torch.library.custom_op(f"hvd_ckpt_verified::{name}", function, mutates_args=(), schema=schema)
+    made.register_autograd(
+        lambda ctx, gradient: (gradient * ctx.saved_tensors[0], None, None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+    )
+    return made
+
+
+def changed(key: int, factor: float) -> float:
+    NUMBERS[key] *= factor
+    return NUMBERS[key]
+
+
+OPERATORS = {
+    "generator": operator("noisy", lambda x, key, factor: x * torch.rand(x.shape, generator=GENERATOR)),
+    "number": operator("scaled", lambda x, key, factor: x * changed(key, factor)),
+    "unfilled": operator("unfilled", lambda x, key, factor: torch.where(x > 0, x, changed(key, factor))),
+}
+"""What a plan drops, too: it runs a call again with the same arguments."""
+
+
 class Faulty(nn.Module):
     """A block that computes something else when it runs again, while it is broken."""
 
-    def __init__(self, fault: str, broken: bool = True) -> None:
+    def __init__(self, fault: str, broken: bool = True, factor: float = 0.5) -> None:
         super().__init__()
-        self.linear, self.fault, self.broken = nn.Linear(8, 8), fault, broken
-        self.number = 1.0
-        self.numbers = [1.0]
+        self.linear, self.fault, self.broken, self.factor = nn.Linear(8, 8), fault, broken, factor
+        self.key, self.numbers = len(NUMBERS), [1.0]
+        NUMBERS.append(1.0)
         self.large: torch.Tensor
         self.register_buffer("large", torch.ones(200, 200))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.linear(x))
-        if not self.broken:
+        if self.fault in OPERATORS:
+            h = OPERATORS[self.fault](h, self.key, self.factor if self.broken else 1.0)
+        elif not self.broken:
             return h
-        if self.fault == "generator":
-            h = h * torch.rand(h.shape, generator=GENERATOR)
-        elif self.fault == "number":
-            h = h * self.number
-            self.number *= 0.5
         elif self.fault == "list":
             h = h * self.numbers[0]
             self.numbers[0] *= 0.5
         elif self.fault == "large buffer":
             h = h * self.large[0, 0].clone()
             self.large.mul_(0.5)
-        elif self.fault == "rounding":
-            h = h * self.number
-            self.number *= 1 + 1e-6
         elif self.fault == "fewer calls":
-            for _ in range(round(4 * self.number)):
+            for _ in range(round(4 * self.numbers[0])):
                 h = torch.sin(h)
-            self.number *= 0.5
+            self.numbers[0] *= 0.5
         return h.sin()
+
+
+def on_tape(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Under one policy of the block in all passes."""
+    if not hasattr(block, "policy"):
+        block.policy = drop_all(block, x, keep=("linear",))
+    return run_selectively(block, (x,), {}, block.policy)
 
 
 def lost_noise(x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +104,7 @@ def lost_noise(x: torch.Tensor) -> torch.Tensor:
 
 
 EVERY_WAY = each_of("non-reentrant", "reentrant", "CheckpointFunction", "lambda", "segments")
+CHECKPOINT_AND_TAPE = pytest.mark.parametrize("run", [checkpoint, on_tape], ids=["checkpoint", "tape"])
 
 
 def step(block: nn.Module, run: Run = checkpoint) -> None:
@@ -81,10 +112,17 @@ def step(block: nn.Module, run: Run = checkpoint) -> None:
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("fault", ["generator", "number", "list"])
+@pytest.mark.parametrize("fault", [*OPERATORS, "list"])
 def test_faults_are_errors_that_name_the_module(fault: str, run: Run) -> None:
     with pytest.raises(RecomputationMismatch, match="Faulty"):
         step(Faulty(fault), run)
+
+
+@pytest.mark.parametrize("fault", OPERATORS)
+def test_faults_under_a_plan_are_errors_that_name_the_block_and_the_call(fault: str) -> None:
+    name = OPERATORS[fault]._name
+    with pytest.raises(RecomputationMismatch, match=rf"Faulty.*{name}.*without_recomputation"):
+        step(Faulty(fault), on_tape)
 
 
 def test_the_error_names_the_innermost_module() -> None:
@@ -138,17 +176,18 @@ def test_a_recomputation_that_saves_fewer_tensors() -> None:
         step(Faulty("fewer calls"))
 
 
-def passes(block: Faulty, broken: set[int], count: int = 4) -> int | None:
+def passes(block: Faulty, run: Run, broken: set[int], count: int = 4) -> int | None:
     """The number of the first pass, from 1, whose mismatch is found; in those of ``broken`` there is one."""
     for number in range(1, count + 1):
         block.broken = number in broken
         try:
-            step(block)
+            step(block, run)
         except RecomputationMismatch:
             return number
     return None
 
 
+@CHECKPOINT_AND_TAPE
 @pytest.mark.parametrize(
     "when, broken, found",
     [
@@ -161,9 +200,9 @@ def passes(block: Faulty, broken: set[int], count: int = 4) -> int | None:
         ("3", {2, 3, 4}, 4),
     ],
 )
-def test_which_passes_are_verified(when: str | int, broken: set[int], found: int | None) -> None:
+def test_which_passes_are_verified(when: str | int, broken: set[int], found: int | None, run: Run) -> None:
     verify_recomputation(when)
-    assert passes(Faulty("number"), broken) == found
+    assert passes(Faulty("number"), run, broken) == found
 
 
 def test_all_passes_before_the_first_recomputation_are_verified() -> None:
@@ -175,14 +214,26 @@ def test_all_passes_before_the_first_recomputation_are_verified() -> None:
         y.sum().backward()
 
 
-def test_another_mode_is_verified_again() -> None:
+@CHECKPOINT_AND_TAPE
+def test_another_mode_is_verified_again(run: Run) -> None:
     block = Faulty("number", broken=False)
-    step(block)
+    step(block, run)
     block.broken = True
-    step(block)
+    step(block, run)
     block.eval()
     with pytest.raises(RecomputationMismatch):
-        step(block)
+        step(block, run)
+
+
+def test_another_policy_at_the_place_of_an_old_one_is_verified() -> None:
+    block = Faulty("number")
+    for number in range(20):  # a freed policy gives its place in memory to the next one
+        block.policy = drop_all(block, torch.randn(5, 8), keep=("linear",), breaks=frozenset({number}))
+        with pytest.raises(RecomputationMismatch):
+            step(block, on_tape)
+        block.broken = False
+        step(block, on_tape)
+        block.broken = True
 
 
 def scaled(linear: nn.Module, x: torch.Tensor, called: set[bool]) -> torch.Tensor:
@@ -235,16 +286,14 @@ def test_environment_variable(value: str, said: str) -> None:
     assert said in done.stdout + done.stderr
 
 
-def test_a_rounding_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="rounds in another way"):
-        step(Faulty("rounding"))
-
-
-def test_a_rounding_is_an_error_under_deterministic_algorithms() -> None:
+@CHECKPOINT_AND_TAPE
+def test_a_rounding_is_a_warning_or_an_error_under_deterministic_algorithms(run: Run) -> None:
+    with pytest.warns(UserWarning, match="rounds in another way.*deterministic"):
+        step(Faulty("number", factor=1 + 1e-6), run)
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(RecomputationMismatch):
-            step(Faulty("rounding"))
+            step(Faulty("number", factor=1 + 1e-6), run)
     finally:
         torch.use_deterministic_algorithms(False)
 
