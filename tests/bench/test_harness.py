@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import torch
 from click.testing import CliRunner
 from pydantic import Field
 
+from benchmarks.suites.local import local
 from benchmarks.suites.pipeline import pipeline
 from benchmarks.suites.recompute import recompute
+from benchmarks.suites.reduce import reduce
+from benchmarks.suites.scale_on_hosts import scale_on_hosts
 from benchmarks.workloads import WORKLOADS, workload
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
@@ -164,12 +168,9 @@ def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, su
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str) -> None:
-    sizes = {
-        **recompute.quick_sizes,
-        **pipeline.quick_sizes,
-        "text": {"width": 16, "heads": 2, "layers": 1, "vocabulary": 257},
-    }
-    trained = workload(name, sizes.get(name))
+    suites = (recompute, pipeline, reduce, local, scale_on_hosts)
+    sizes = ChainMap(*(dict(suite.quick_sizes or suite.sizes) for suite in suites))
+    trained = workload(name, sizes[name])
     torch.manual_seed(0)
     model = trained.model()
     inputs, targets = trained.draw(0, 0)

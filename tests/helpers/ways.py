@@ -51,6 +51,16 @@ WAYS: dict[str, Run] = {
 }
 
 
+def each(run: Run) -> Run:
+    """A way for each block of a chain."""
+    return lambda model, x: functools.reduce(lambda hidden, block: run(block, hidden), model, x)
+
+
+def in_segments(use_reentrant: bool) -> Run:
+    """A chain in two segments."""
+    return lambda model, x: hc.CheckpointSequential(model, 2, use_reentrant, keep_last=False)(x)
+
+
 def each_of(*names: str) -> Any:
     """Parametrizes a test by ways that are its argument ``run``."""
     return pytest.mark.parametrize("run", [WAYS[name] for name in names], ids=names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+from ways import Run, each, in_segments
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.policy import RECOMPUTE, CheckpointPolicy, apply_policy
@@ -119,22 +121,6 @@ class Block(nn.Module):
         return x + torch.tanh(h).float()
 
 
-Run = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
-
-
-def each(run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Run:
-    def chain(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-        for block in model:
-            x = run(block, x)
-        return x
-
-    return chain
-
-
-def nested(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return hc.checkpoint(lambda y: torch.tanh(hc.checkpoint(block, y)), x)
-
-
 def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
@@ -154,12 +140,11 @@ def under_policies(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 WAYS: dict[str, Run] = {
-    **{name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "CheckpointFunction")},
-    "segments": lambda model, x: hc.checkpoint_sequential(model, 2, x, keep_last=False),
-    "reentrant segments": lambda model, x: hc.checkpoint_sequential(
-        model, 2, x, keep_last=False, use_reentrant=True
-    ),
-    "nested": each(nested),
+    **{
+        name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "CheckpointFunction", "nested")
+    },
+    "segments": in_segments(False),
+    "reentrant segments": in_segments(True),
     "selective": each(selective),
     "tape": each(on_tape),
     "compressing tape": each(lambda block, x: on_tape(block, x, compress=True)),
@@ -167,15 +152,19 @@ WAYS: dict[str, Run] = {
 }
 
 
-def plain_of(way: str) -> Run:
-    return each(lambda block, x: torch.tanh(block(x))) if way == "nested" else ways.plainly
+Around = Callable[[int], AbstractContextManager[Any]]
 
 
-def trained(
-    run: Run,
-    forward: Callable[[int], AbstractContextManager[Any]],
-    backward: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
-) -> list[torch.Tensor]:
+def never(step: int) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def in_steps(name: str, *steps: int) -> Around:
+    """An environment in some of the steps."""
+    return lambda step: ENVIRONMENTS[name]() if step in steps else nullcontext()
+
+
+def trained(run: Run, forward: Around = never, backward: Around = never) -> list[torch.Tensor]:
     """Gradients of three steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -191,15 +180,16 @@ def trained(
     return gradients
 
 
+@functools.cache
+def plain(name: str, *steps: int) -> list[torch.Tensor]:
+    return trained(ways.plainly, in_steps(name, *steps))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_of_some_forward_passes(name: str, way: str) -> None:
-    for steps in ({0, 1, 2}, {1, 2}, {0, 2}):
-
-        def around(step: int, steps: set[int] = steps) -> AbstractContextManager[Any]:
-            return ENVIRONMENTS[name]() if step in steps else nullcontext()
-
-        assert_same(trained(WAYS[way], around), trained(plain_of(way), around), 1e-5)
+    for steps in ((0, 1, 2), (1, 2), (0, 2)):
+        assert_same(trained(WAYS[way], in_steps(name, *steps)), plain(name, *steps), 1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -207,11 +197,7 @@ def test_an_environment_of_some_forward_passes(name: str, way: str) -> None:
     "name", ["function mode", "dispatch mode", "context variable", "default device", "device"]
 )
 def test_an_environment_of_backward_passes_alone(name: str, way: str) -> None:
-    def around(step: int) -> AbstractContextManager[Any]:
-        return ENVIRONMENTS[name]() if step else nullcontext()
-
-    ours = trained(WAYS[way], lambda step: nullcontext(), around)
-    assert_same(ours, trained(plain_of(way), lambda step: nullcontext()), 1e-5)
+    assert_same(trained(WAYS[way], backward=in_steps(name, 1, 2)), plain(name), 1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -224,11 +210,7 @@ def test_an_environment_of_one_of_two_calls(way: str) -> None:
 
         return twice
 
-    assert_same(
-        trained(run(WAYS[way]), lambda step: nullcontext()),
-        trained(run(plain_of(way)), lambda step: nullcontext()),
-        1e-5,
-    )
+    assert_same(trained(run(WAYS[way])), trained(run(ways.plainly)), 1e-5)
 
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "segments", "tape"])
@@ -246,7 +228,7 @@ def test_a_mode_that_is_still_entered_is_not_entered_again(way: str) -> None:
         modes.append(mode)
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    assert_same(step(WAYS[way]), step(plain_of(way)), 1e-5)
+    assert_same(step(WAYS[way]), step(ways.plainly), 1e-5)
     # Those of the recomputation come on top, as under the mode of a whole step.
     assert modes[0].seen > modes[1].seen == 8
 
@@ -264,7 +246,7 @@ def test_a_backward_pass_on_another_thread_in_a_context_of_its_own(way: str) -> 
             thread.join()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    assert_same(step(WAYS[way]), step(plain_of(way)), 1e-5)
+    assert_same(step(WAYS[way]), step(ways.plainly), 1e-5)
 
 
 def test_contexts_of_a_recomputation_alone() -> None:

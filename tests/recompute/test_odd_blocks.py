@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,17 +17,12 @@ from selective import checkpointed, on_cpu, some
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from ways import Run, each, in_segments
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-Run = Callable[[Any, Any], Any]
-
-
-def in_segments(use_reentrant: bool) -> Run:
-    return lambda model, x: hc.CheckpointSequential(model, 2, use_reentrant, keep_last=False)(x)
 
 
 def in_lambdas(model: nn.Sequential, x: Any) -> Any:
@@ -49,15 +43,6 @@ def under_policies(seed: int, around: Run = nn.Module.__call__) -> Run:
         for block, names in zip(model, calls):
             apply_policy(block, CheckpointPolicy("some", some(names, seed)))
         return each(around)(model, x)
-
-    return run
-
-
-def each(around: Run) -> Run:
-    def run(model: nn.Sequential, x: Any) -> Any:
-        for block in model:
-            x = around(block, x)
-        return x
 
     return run
 
