@@ -4,7 +4,7 @@
     python -m pytest -m gpu tests/gpu --device cuda -k stages   some of them
 
 A check runs in processes of its own with a time limit, so that one that hangs is one failure. What it finds, and the facts of the
-machine, are properties in JUnit's file, from which :mod:`gpu.report` makes the report.
+machine, are properties of its test, from which :mod:`gpu.run` makes the report.
 """
 
 from __future__ import annotations

@@ -6,35 +6,72 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu import machine, report
+from gpu import machine
+
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
+
+COLUMNS = (
+    Column("check", lambda row: row["name"]),
+    Column("ranks", lambda row: row["ranks"] or None),
+    Column("verdict", lambda row: row["verdict"]),
+    Column("s", lambda row: row["seconds"], ".0f"),
+    Column("found", lambda row: row["text"].replace("|", r"\|")),
+)
 
 
-class _Lines:
-    """Prints a line for each check as it ends, in place of pytest's."""
+class Checks:
+    """Prints a line for each check as it ends, in place of pytest's, and keeps it for the report."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, str] = {}
 
     @pytest.hookimpl
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        name = nodeid.partition("::")[2]
-        print(f"  running {name.partition('[')[2].rstrip(']') or name.removeprefix('test_')}", flush=True)
+        print(f"  running {name_of(nodeid)}", flush=True)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and not (report.when == "setup" and report.outcome != "passed"):
+        if report.when != "call" and report.passed:
             return
-        found = str(dict(report.user_properties).get("found", ""))
+        found: dict[str, Any] = dict(report.user_properties)
+        self.facts |= {name: " / ".join(text.splitlines()) for name, text in found.get("facts", {}).items()}
+        text = str(found.get("found", ""))
         if report.failed:
-            found = report.longreprtext.strip().split("\n")[0].removeprefix("Failed: ")
+            text = report.longreprtext.strip().split("\n")[0].removeprefix("Failed: ")
         elif report.skipped and isinstance(report.longrepr, tuple):
-            found = report.longrepr[2].removeprefix("Skipped: ")
+            text = report.longrepr[2].removeprefix("Skipped: ")
         verdict = "FAILED" if report.failed else report.outcome
-        print(f"{verdict:7} {report.duration:4.0f} s  {found}", flush=True)
+        print(f"{verdict:7} {report.duration:4.0f} s  {text}", flush=True)
+        row = {"name": name_of(report.nodeid), "ranks": found.get("ranks", 0), "verdict": verdict}
+        self.rows.append({**row, "seconds": report.duration, "text": text, "values": found.get("values", {})})
+
+    def write(self, folder: Path, device: str) -> bool:
+        """Writes ``report.md`` and ``results.json`` into the folder; returns whether nothing failed."""
+        counts = Counter(row["verdict"] for row in self.rows)
+        conclusion = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "FAILED", "skipped"))
+        title = f"Checks on {'a GPU' if device == 'cuda' else 'the CPU: a dry run'}"
+        tables = [table_of(COLUMNS, self.rows)]
+        Report(title, self.facts, tables, self.rows, settings={"device": device}, conclusion=conclusion).save(
+            folder
+        )
+        print(f"{conclusion}\nReport: {folder / 'report.md'}")
+        return bool(self.rows) and not counts["FAILED"]
+
+
+def name_of(nodeid: str) -> str:
+    """The name of a check."""
+    test, _, check = nodeid.partition("::")[2].partition("[")
+    return check.rstrip("]") or test.removeprefix("test_")
 
 
 def _refuse(why: str) -> int:
@@ -69,15 +106,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = ["--device", options.device, "--minutes", str(options.minutes), "--jobs", str(folder / "jobs")]
     if options.offline is not None:
         words += ["--offline", str(options.offline.resolve())]
-    junit = folder / "junit.xml"
+    checks = Checks()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    plain = ["-m", "gpu", "-o", "addopts=", "--import-mode=importlib", f"--junitxml={junit}"]
-    plain += ["-p", "no:terminal", "-p", "no:cacheprovider"]
+    plain = [
+        "-m",
+        "gpu",
+        "-o",
+        "addopts=",
+        "--import-mode=importlib",
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+    ]
     # No fork server of the ordinary tests: a rank on a GPU is a process of its own.
-    status = pytest.main([*plain, *words, *others, str(Path(__file__).parent)], plugins=[_Lines()])
-    if not junit.exists():
+    status = pytest.main([*plain, *words, *others, str(Path(__file__).parent)], plugins=[checks])
+    if not checks.rows:
         return int(status) or 1
-    return 0 if report.write(junit, folder, options.device) else 1
+    return 0 if checks.write(folder, options.device) else 1
 
 
 if __name__ == "__main__":

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from gpu import machine, offline, report, run
+from gpu import machine, offline, run
 
 pytest_plugins = ("pytester",)
-
-
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads((folder / "results.json").read_text())["results"]}
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,13 +23,13 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_check_that_fails_hangs_or_is_skipped_is_one_row(pytester: pytest.Pytester, tmp_path: Path) -> None:
     pytester.makepyfile(
         test_gpu="""
-        import json, pytest
+        import pytest
         from gpu.machine import run_command
         from hvd_ckpt.app.compare.runner.jobs import JobError
 
         def test_machine(record_property):
             record_property("found", "one GPU")
-            record_property("facts", json.dumps({"topology": "a\\nb"}))
+            record_property("facts", {"topology": "a\\nb"})
 
         @pytest.mark.parametrize("check", ["stages of ranks"])
         def test_check(check, record_property):
@@ -50,10 +46,10 @@ def test_a_check_that_fails_hangs_or_is_skipped_is_one_row(pytester: pytest.Pyte
             pytest.skip("the time is over")
         """
     )
-    junit = tmp_path / "junit.xml"
-    pytester.runpytest("--junitxml", str(junit))
-    assert not report.write(junit, tmp_path, "cuda")
-    rows = rows_of(tmp_path)
+    checks = run.Checks()
+    pytester.runpytest_inprocess(plugins=[checks])
+    assert not checks.write(tmp_path, "cuda")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())["results"]}
     assert [row["verdict"] for row in rows.values()] == ["passed", "FAILED", "FAILED", "skipped"]
     assert rows["stages of ranks"]["ranks"] == 2 and rows["stages of ranks"]["text"] == "the bits differ"
     assert "no end after 1 s" in rows["hanging"]["text"] and "time" in rows["later"]["text"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,7 +89,7 @@ def test_machine(gpu: Session, record_property: pytest.FixtureRequest) -> None:
     except (JobError, OSError) as error:
         failed(error)
     finally:
-        record_property("facts", json.dumps(gpu.facts))
+        record_property("facts", gpu.facts)
 
 
 def test_build(gpu: Session, record_property: pytest.FixtureRequest) -> None:
@@ -102,7 +101,7 @@ def test_build(gpu: Session, record_property: pytest.FixtureRequest) -> None:
     except (JobError, OSError) as error:
         failed(error)
     finally:
-        record_property("facts", json.dumps(gpu.facts))
+        record_property("facts", gpu.facts)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -122,7 +121,7 @@ def test_check(gpu: Session, check: Check, record_property: pytest.FixtureReques
     if outcome.skipped:
         pytest.skip(outcome.text)
     record_property("found", outcome.text)
-    record_property("values", json.dumps(outcome.values))
+    record_property("values", outcome.values)
     if "digest" in outcome.values:
         gpu.digests[check.name] = outcome.values["digest"]
     expected = gpu.digests.get(check.bits_of)
