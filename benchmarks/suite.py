@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import click
-import yaml
 from pydantic import BeforeValidator, Field, create_model
 
 from benchmarks.case import Case, MeasuredJob, Row
@@ -43,6 +42,7 @@ from hvd_ckpt.app.compare.runner.settings import (
 from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating
 from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.utils.named import import_named
+from hvd_ckpt.utils.plain_data import parsed
 
 Compared = str | Callable[[Row, Sequence[Row]], Any]
 """An engine, to which the time of a step is a ratio, or from a row and all rows to a value: quartiles, a number or a text."""
@@ -347,7 +347,7 @@ def _sizes(text: str | None) -> dict[str, Any] | None:
     pairs = [entry.partition("=") for entry in (text or "").split(",") if entry]
     if wrong := [name for name, _, value in pairs if not value]:
         raise ValueError(f"'{wrong[0]}' has no value: give such as batch=16")
-    return {name: yaml.safe_load(value) for name, _, value in pairs} or None
+    return {name: parsed(value) for name, _, value in pairs} or None
 
 
 def _in_ms(seconds: Quartiles) -> str:

@@ -51,6 +51,8 @@ BENCH = [
     ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
     ("train --accumulate 1,8", "--accumulate: '8'"),
     ("local --set batch", "--set: 'batch' has no value"),
+    ("local --set batch=[", "--set: '[' is not a value"),
+    ("local --set batch=*a", "--set: '*a' is not a value"),
     ("local --set heds=2", "--set heds: the sizes of text are "),
     ("scale --set links=100", "--set links: the sizes of gpt-1.3b are "),
     ("scale --set link=fast", "--set link=fast: give such as link=25.0"),
