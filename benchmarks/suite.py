@@ -195,7 +195,9 @@ class Suite:
             if option not in known:
                 raise BadArgument(f"--set {option}: the sizes of {name} are {', '.join(known)}")
             kind = type(known[option])
-            if type(value) is not kind and (kind, type(value)) != (float, int):
+            fits = type(value) is kind or (kind, type(value)) == (float, int)
+            least = int(kind is int and known[option] > 0)  # a number of something; others may be 0
+            if not fits or not (kind is str or value >= least):
                 raise BadArgument(f"--set {option}={value}: give such as {option}={known[option]}")
 
     def run(self, run: BenchRun, settings: Any, title: str) -> None:

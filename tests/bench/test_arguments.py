@@ -56,6 +56,8 @@ BENCH = [
     ("local --set heds=2", "--set heds: the sizes of text are "),
     ("scale --set links=100", "--set links: the sizes of gpt-1.3b are "),
     ("scale --set link=fast", "--set link=fast: give such as link=25.0"),
+    ("scale --set link=.nan", "--set link=nan: give such as link=25.0"),
+    ("scale --set stages=0", "--set stages=0: give such as stages=8"),
 ]
 
 
