@@ -116,7 +116,7 @@ def stages(job: CheckJob) -> Outcome:
 
 def snapshot(job: CheckJob) -> Outcome:
     """A snapshot that is copied during a backward pass, and a run that resumes from it, bit for bit."""
-    training = Training(job, None if job.tiny else dataclasses.replace(MEDIUM, width=1024, layers=12))
+    training = Training(job, None if job.tiny else {**MEDIUM, "width": 1024, "layers": 12})
     folder = job.folder / "run"
     model = training.model()
     optimizer = distributed(model)
@@ -199,7 +199,7 @@ def planner(job: CheckJob) -> Outcome:
     kept = gradients()
     peak = hc.measure_peak(backward, training.device).peak_bytes
     budget = "0.8x" if job.tiny else "0.5x"
-    plan = functools.partial(hc.plan, model, inputs, loss=lambda output: training.sizes.loss(output, targets))
+    plan = functools.partial(hc.plan, model, inputs, loss=lambda output: training.loss(output, targets))
     # A head that is computed in chunks adds its losses up in another order, so gradients would be equal to rounding only.
     exact, half = plan(budget="min", chunk_head=False), plan(budget=budget)
     exact.apply(model)
@@ -231,7 +231,7 @@ def overflow(job: CheckJob) -> Outcome:
         inputs, targets = training.batch(step)
         optimizer.zero_grad()
         with precision.autocast():
-            loss = training.sizes.loss(model(inputs), targets)
+            loss = training.loss(model(inputs), targets)
         # On one rank alone: all must skip the step, and halve the scale.
         precision.backward(loss * float("inf") if step == 1 and hc.rank() == 0 else loss, optimizer)
         precision.step(optimizer)

@@ -99,7 +99,7 @@ def pipeline(job: CheckJob) -> Outcome:
         optimizer = distributed(model)
         for step in range(STEPS):
             optimizer.zero_grad()
-            model.accumulate(training.batch(step, 0), training.sizes.loss)
+            model.accumulate(training.batch(step, 0), training.loss)
             optimizer.step()
         own = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
         errors.append(training.expect_close(own, 1, f"{schedule}: weights"))
@@ -143,7 +143,7 @@ def _divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
         for step in range(STEPS):
             optimizer.zero_grad()
             if isinstance(model, hc.Pipeline):
-                model.accumulate(training.batch(step), training.sizes.loss)
+                model.accumulate(training.batch(step), training.loss)
             else:
                 training.backward(model, step)
             optimizer.step()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from gpu.job import CheckJob
 from torch import Tensor, nn
-from torch.nn import functional
 
 import hvd_ckpt as hc
+from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.jobs import own_device
-from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.measure import now
 
@@ -26,34 +22,11 @@ TOLERANCE = 1e-3
 """The largest error of float32 training, as a part of the distance that the weights have moved."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpt:
-    """The sizes of a GPT, which learns the next of random tokens."""
-
-    batch: int = 2
-    length: int = 256
-    width: int = 256
-    heads: int = 8
-    layers: int = 12
-    vocabulary: int = 256
-
-    def model(self) -> nn.Sequential:
-        """A plain chain, which every library takes."""
-        sizes = {name: value for name, value in vars(self).items() if name != "batch"}
-        return nn.Sequential(OrderedDict(gpt(**sizes, tied=False).named_children()))
-
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch, length)."""
-        tokens = torch.randint(self.vocabulary, (self.batch, self.length + 1), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
-
-
-GPT2_SMALL = Gpt(batch=8, length=1024, width=768, heads=12, vocabulary=50257)
-MEDIUM = Gpt(batch=8, length=128, width=256, heads=8, layers=4)
-TINY = dataclasses.replace(MEDIUM, batch=2, length=16, width=32, heads=2)
+Sizes = dict[str, Any]
+"""Those of the benchmarks' workload ``gpt``, which learns the next of random tokens, where they are not its defaults."""
+GPT2_SMALL: Sizes = {"batch": 8, "length": 1024, "width": 768, "heads": 12, "vocabulary": 50257}
+MEDIUM: Sizes = {"batch": 8, "length": 128, "layers": 4}
+TINY: Sizes = {**MEDIUM, "batch": 2, "length": 16, "width": 32, "heads": 2}
 
 State = dict[str, Tensor]
 
@@ -78,9 +51,9 @@ def begin(job: CheckJob, **options: Any) -> torch.device:
     return device
 
 
-def gpt2_small(job: CheckJob) -> Gpt:
-    """GPT-2 small, or a tiny model in its place."""
-    return Gpt(batch=2, length=32, width=32, heads=2, layers=4) if job.tiny else GPT2_SMALL
+def gpt2_small(job: CheckJob) -> Sizes:
+    """Those of GPT-2 small, or of a tiny model in its place."""
+    return {**TINY, "length": 32} if job.tiny else GPT2_SMALL
 
 
 class Training:
@@ -92,29 +65,31 @@ class Training:
         **options: of ``hvd_ckpt.init``.
     """
 
-    def __init__(self, job: CheckJob, sizes: Gpt | None = None, **options: Any) -> None:
+    def __init__(self, job: CheckJob, sizes: Sizes | None = None, **options: Any) -> None:
         self.device = begin(job, **options)
-        self.sizes = sizes or (TINY if job.tiny else MEDIUM)
+        self.workload = workload("gpt", sizes or (TINY if job.tiny else MEDIUM))
+        self.loss = self.workload.loss
+        self._references: dict[int, State] = {}
 
     def model(self, seed: int = 1) -> nn.Sequential:
         """A model whose blocks are recomputed."""
         torch.manual_seed(seed)
-        return hc.CheckpointSequential(self.sizes.model(), segments=SEGMENTS).to(self.device)
+        return hc.CheckpointSequential(self.workload.model(), segments=SEGMENTS).to(self.device)
 
     def start(self) -> nn.Sequential:
         """The model before training, on the CPU and without recomputation."""
         torch.manual_seed(1)
-        return self.sizes.model()
+        return self.workload.model()
 
     def batch(self, step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a rank in one step, by default of this one."""
-        inputs, targets = batch_of(self.sizes, step, hc.rank() if rank is None else rank)
+        inputs, targets = self.workload.draw(1000 * step + (hc.rank() if rank is None else rank), 0)
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def backward(self, model: nn.Module, step: int, rank: int | None = None) -> None:
         """The forward and backward pass of a batch."""
         inputs, targets = self.batch(step, rank)
-        self.sizes.loss(model(inputs), targets).backward()
+        self.loss(model(inputs), targets).backward()
 
     def take_steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
         """Trains on this rank's batches of these steps."""
@@ -138,7 +113,21 @@ class Training:
 
     def expect_close(self, found: Mapping[str, Tensor], ranks: int, what: str) -> float:
         """Fails unless a state equals to rounding what training over so many ranks should reach; returns the error."""
-        return expect_close(found, reference(self.sizes, ranks), self.start().state_dict(), what)
+        if ranks not in self._references:
+            self._references[ranks] = self._reference(ranks)
+        return expect_close(found, self._references[ranks], self.start().state_dict(), what)
+
+    def _reference(self, ranks: int) -> State:
+        """The weights that training over so many ranks should reach: one process on the CPU, in float64, without this library."""
+        model = self.start().double()
+        optimizer = make_optimizer(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for rank in range(ranks):
+                inputs, targets = self.workload.draw(1000 * step + rank, 0)
+                (self.loss(model(inputs), targets) / ranks).backward()
+            optimizer.step()
+        return model.state_dict()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -151,26 +140,6 @@ def distributed(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     return hc.DistributedOptimizer(
         optimizer or make_optimizer(model), named_parameters=model.named_parameters(), model=model, **options
     )
-
-
-def batch_of(sizes: Gpt, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one rank in one step, on the CPU."""
-    return sizes.sample(torch.Generator().manual_seed(1000 * step + rank))
-
-
-@functools.cache
-def reference(sizes: Gpt, ranks: int) -> State:
-    """The weights that training over so many ranks should reach: one process on the CPU, in float64, without this library."""
-    torch.manual_seed(1)
-    model = sizes.model().double()
-    optimizer = make_optimizer(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            inputs, targets = batch_of(sizes, step, rank)
-            (sizes.loss(model(inputs), targets) / ranks).backward()
-        optimizer.step()
-    return model.state_dict()
 
 
 def expect_close(
@@ -190,10 +159,7 @@ def expect_close(
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """A hash of the bits of a state."""
-    bits = hashlib.sha256()
-    for _, tensor in sorted(state.items()):
-        bits.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return bits.hexdigest()[:12]
+    return fingerprint(sorted(state.items()))[:12]
 
 
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
