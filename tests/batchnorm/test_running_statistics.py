@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +97,15 @@ class Trainer:
         return self.models["main"](x)
 
 
+class Slots:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block):
+        self.block = block
+
+
 GLOBAL = {}
 HOLDER = SimpleNamespace()
 
@@ -106,7 +117,14 @@ def through_a_global(x):
 def ways(block):
     """Functions that lead to the block."""
     GLOBAL["block"] = HOLDER.block = block
-    layers = [block]
+    layers, objects = [block], [SimpleNamespace(block=block)]
+    held = {
+        "slots": (0, [Slots(block)]),
+        "deque": (0, deque(objects)),
+        "a longer way first": ([[[objects]]], objects),
+        "a way through an object first": (SimpleNamespace(all=objects), objects),
+        "numbers of the system": (random.SystemRandom(), objects),
+    }
 
     @functools.wraps(block.forward)
     def decorated(x):
@@ -125,6 +143,7 @@ def ways(block):
         "global object": lambda x: HOLDER.block(x),
         "another function": lambda x: through_a_global(x),
         "nested function": lambda x: (lambda y: block(y))(x),
+        **{name: functools.partial(lambda both, x: both[1][0].block(x), both) for name, both in held.items()},
     }
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import random
 import weakref
-from collections import deque, namedtuple
-from types import SimpleNamespace
+from collections import namedtuple
 
 import pytest
 import torch
@@ -156,39 +154,6 @@ def test_no_arguments_at_all(run):
     run(function).sum().backward()
     assert parameter.grad is not None
     assert len(runs) == 2
-
-
-class Slots:
-    """Holds a module without a ``__dict__``."""
-
-    __slots__ = ("norm",)
-
-    def __init__(self, norm):
-        self.norm = norm
-
-
-@pytest.mark.parametrize(
-    "hide",
-    [
-        lambda layers: ([[[layers]]], layers),
-        lambda layers: (SimpleNamespace(layers=layers), layers),
-        lambda layers: (0, [Slots(layers[0].norm)]),
-        lambda layers: (0, deque(layers)),
-        lambda layers: (random.SystemRandom(), layers),
-    ],
-    ids=["a longer way first", "a way through an object first", "slots", "deque", "numbers of the system"],
-)
-@VARIANTS
-def test_modules_to_which_several_ways_lead(run, hide):
-    norm = nn.BatchNorm1d(3)
-    held = hide([SimpleNamespace(norm=norm)])
-
-    def function(x, held=held):
-        return held[1][0].norm(x).sin()
-
-    x = torch.randn(4, 3, requires_grad=True)
-    run(function, x).sum().backward()
-    assert norm.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("run", [reentrant, by_function])
