@@ -95,7 +95,8 @@ class Suite:
         sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
         within: of a case, the words of a command that runs the launcher, and options of the launcher.
         measure: ``module:function`` that the ranks call instead of :class:`benchmarks.worker.Bench`, and what is called here unless
-            it is ``launched``. Its engines and workloads are words of its own.
+            it is ``launched``. It takes the job and a case, or where cases are ``together`` the job. Its engines and workloads are
+            words of its own.
         lines: a picture in place of bars.
     """
 

@@ -188,9 +188,10 @@ def frozen() -> Iterator[None]:
 
 def measure(job: MeasuredJob) -> list[Found]:
     """What this rank finds of each case."""
-    if own := find_suite(job.suite).measure:
-        found: list[Found] = import_named("function", own)(job)
-        return found
+    suite = find_suite(job.suite)
+    if suite.measure:
+        own: Any = import_named("function", suite.measure)
+        return own(job) if suite.together else [own(job, case) for case in job.cases]
     bench = Bench(job)
     bench.run()
     return bench.found

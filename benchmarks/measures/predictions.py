@@ -32,11 +32,7 @@ IMPORTING = 5.0  # seconds, of Python, PyTorch and Horovod
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, without the headers of TCP, IP and Ethernet
 
 
-def clusters(job: MeasuredJob) -> list[Found]:
-    return [layout_of(case) for case in job.cases]
-
-
-def layout_of(case: Case) -> Found:
+def layout_of(job: MeasuredJob, case: Case) -> Found:
     """The fastest layout, and the fastest of those in which each rank is a replica."""
     shape = dict(case.sizes)
     batch, tflops, local, local_link, memory = (shape.pop(name) for name in (*CLUSTER, "memory"))
@@ -76,11 +72,7 @@ def layouts_of(tflops: float, shape: tuple[tuple[str, Any], ...]) -> tuple[Layou
     return Layouts(model, 1, 0, 1, Network(), sample, tflops=tflops), ideal
 
 
-def scale(job: MeasuredJob) -> list[Found]:
-    return [step_of(case) for case in job.cases]
-
-
-def step_of(case: Case) -> Found:
+def step_of(job: MeasuredJob, case: Case) -> Found:
     """A step and a start; of local SGD a step is the mean up to an average."""
     sizes = case.sizes
     gigabits = {f"{where}bandwidth": sizes[f"{where}link"] * 1e9 / 8 for where in ("", "local_")}

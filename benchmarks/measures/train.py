@@ -27,10 +27,6 @@ from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
 LOG_EVERY = 10  # steps
 
 
-def measure(job: MeasuredJob) -> list[Found]:
-    return [measured(job, case) for case in job.cases]
-
-
 def by_hand(
     config: Config, model: nn.Module, objective: Objective, data: Dataset, after_step: Callable[[], None]
 ) -> None:
@@ -79,7 +75,7 @@ def by_hand(
             after_step()
 
 
-def measured(job: MeasuredJob, case: Case) -> Found:
+def measure(job: MeasuredJob, case: Case) -> Found:
     """The seconds of the steps, each from the end of the one before to its own, and a hash of the weights.
 
     A step of the trainer spans also batches from its loader, counting, the schedule and the log.

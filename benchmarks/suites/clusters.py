@@ -54,7 +54,7 @@ clusters = Suite(
     rounds=1,
     quick={"np": "8", "workloads": "gpt-1.3b"},
     launched=False,
-    measure="benchmarks.measures.predictions:clusters",
+    measure="benchmarks.measures.predictions:layout_of",
     lines=Lines(points, y="efficiency"),
     notes=(
         "efficiency: computation without recomputation, as a part of a step. limit: what takes more than 15 % of a step.",

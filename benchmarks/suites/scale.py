@@ -85,7 +85,7 @@ scale = Suite(
     rounds=1,
     quick={"np": "8,1024"},
     launched=False,
-    measure="benchmarks.measures.predictions:scale",
+    measure="benchmarks.measures.predictions:step_of",
     lines=Lines(points, shared=False, log=["communicating"]),
     notes=(
         "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
