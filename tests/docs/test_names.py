@@ -1,4 +1,4 @@
-"""The documentation names modules, commands and flags that exist."""
+"""The documentation names modules, commands and flags that exist, and the reference has an entry for each public name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import click
 import pytest
 
+import hvd_ckpt
 from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
+API = ROOT / "docs" / "api"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -106,3 +108,15 @@ def test_links_lead_somewhere_in_the_repository(page: Path) -> None:
         assert linked.exists(), target
         if anchor:
             assert anchor in anchors(linked), target
+
+
+def test_every_public_name_has_an_entry() -> None:
+    documented = set()
+    for page in API.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        documented.update(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+        if page.name == "horovod.md":
+            documented.update(re.findall(r"`(\w+)`", text))
+    assert set(hvd_ckpt.__all__) <= documented, sorted(set(hvd_ckpt.__all__) - documented)
+    index = set(re.findall(r"`(\w+)`", (API / "index.md").read_text(encoding="utf-8")))
+    assert index - {"hvd_ckpt"} <= set(hvd_ckpt.__all__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-STEPS, ACCUMULATE, BATCH, CLIP, RATE = 5, 2, 2, 0.5, 1e-2
+PASSES, ACCUMULATE, BATCH, CLIP, RATE = 10, 2, 2, 0.5, 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def example():
 
 @pytest.fixture
 def data(example):
-    return example["MaskedBytes"](bytes(range(33, 125)) * 3, 16)  # 17 rows: 5 micro-batches, 3 steps an epoch
+    return example["MaskedBytes"](bytes(range(33, 125)) * 3, 16)  # 17 rows: 5 micro-batches an epoch
 
 
 def build(example):
@@ -42,33 +43,24 @@ def build(example):
 
 
 def plain_loop(example, data, accelerator=None):
-    """Steps of the Trainer: means of micro-batches, clipped, the last step of an epoch with those that are left."""
+    """The model and the loss of each micro-batch of some clipped steps."""
     model = build(example)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
     if accelerator is not None:
         optimizer = accelerator.prepare(optimizer)
-    sampler = DistributedSampler(data, hc.size(), hc.rank(), seed=3)
-    loader = DataLoader(data, BATCH, sampler=sampler)
+    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, hc.size(), hc.rank(), seed=3))
     torch.manual_seed(hc.rank())
-    losses, epoch = [], 0
-    while len(losses) < STEPS:
-        sampler.set_epoch(epoch)
-        epoch += 1
-        batches = list(loader)
-        for first in range(0, len(batches), ACCUMULATE):
-            if len(losses) == STEPS:
-                break
-            chosen, total = batches[first : first + ACCUMULATE], 0.0
-            for batch in chosen:
-                loss = model(**batch).loss / len(chosen)
-                loss.backward() if accelerator is None else accelerator.backward(loss)
-                total += loss.detach()
+    losses = []
+    for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), PASSES):
+        loss = model(**batch).loss / ACCUMULATE
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        losses.append(loss.item())
+        if len(losses) % ACCUMULATE == 0:
             hc.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(hc.allreduce(total, name="loss").item())
     return model, losses
 
 

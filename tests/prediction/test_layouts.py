@@ -33,6 +33,8 @@ from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 from hvd_ckpt.processes import runtime, watchdog
 
+pytestmark = pytest.mark.usefixtures("quick_planner")
+
 SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
 MIB = 1 << 20
 DEFAULT = Network()
@@ -165,7 +167,7 @@ def test_processors_that_collectives_share_with_computation_hide_nothing() -> No
     assert alone < min(crowded, busy)
 
 
-def test_counted_computation_is_near_the_measured_one(quick_planner: None) -> None:
+def test_counted_computation_is_near_the_measured_one() -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "layers": 2, "width": 128}
     model = gpt(**sizes)
