@@ -1,12 +1,11 @@
-"""Each benchmark command in short, with its job in the ranks of this session instead of new ones: every rank calls the command."""
+"""Benchmark commands in short, as whole commands that start jobs."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import json
-import sys
-from collections.abc import Callable, Iterator
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,66 +13,44 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import hvd_ckpt as hc
 from benchmarks import engines, suites
-from benchmarks.__main__ import benchmarks as bench
+from benchmarks.__main__ import benchmarks
+from benchmarks.case import Found, MeasuredJob
 from benchmarks.suites.shard import shard
+from benchmarks.worker import measure
 from benchmarks.workloads import workload
-from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob, reason, results_of_ranks
-from hvd_ckpt.utils.named import import_named
 
-pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
+pytestmark = pytest.mark.launch
+with_torch_1f1b = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="PyTorch 2.6's own 1F1B does not end over Gloo"
+)
 
 PLANTED = Path(__file__).resolve().parents[1] / "helpers" / "scripts"
 MIB = 1 << 20
-Command = Callable[..., tuple[int, str, dict[str, Any]]]
+Run = Callable[..., tuple[str, list[dict[str, Any]]]]
 
 
 @pytest.fixture
-def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Runs a suite with arguments; returns its exit status, its output and ``results.json``."""
+def run(tmp_path: Path) -> Run:
+    """Runs a suite; returns its output and its results. The report is in ``tmp_path / "report"``."""
 
-    def run_here(job: RankJob, result: Any, controller: str, timeout: float, **_: object) -> list[Any]:
-        assert (job.size, controller) == (hc.size(), "gloo")
-        job = dataclasses.replace(job, folder=folder / job.folder.name)
-        if hc.rank() == 0:
-            job.save()
-        hc.barrier()
-        error = None
-        try:
-            job.tell("done", value=import_named("function", job.worker)(type(job).load(job.file)))
-        except RuntimeError as raised:
-            error = reason(raised)
-        for told in hc.allgather_object(error):
-            if told is not None:
-                raise JobError(told)
-        return results_of_ranks(EventReader(job.folder).new(), result)
-
-    monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
-
-    def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
-        output = folder / f"output{hc.rank()}"
-        result = CliRunner().invoke(bench, [*arguments, "--output", str(output)])
+    def run(*arguments: str, status: int = 0) -> tuple[str, list[dict[str, Any]]]:
+        result = CliRunner().invoke(benchmarks, [*arguments, "--output", str(tmp_path / "report")])
         assert isinstance(result.exception, SystemExit | None), result.exception
-        hc.barrier()
-        assert (output / "report.md").stat().st_size > 100
-        return result.exit_code, result.output, json.loads((output / "results.json").read_text())
+        assert result.exit_code == status, result.output
+        return result.output, json.loads((tmp_path / "report" / "results.json").read_text())["results"]
 
-    yield run
-    gc.unfreeze()
+    return run
 
 
-def test_reduce_times_engines_and_names_one_that_fails(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(PLANTED)])
-    status, output, report = command(
+def test_reduce_times_engines_and_names_one_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLANTED))
+    output, (ours, stock, broken) = run(
         *("reduce", "--np", "2", "--controller", "gloo", "--workloads", "densenet-narrow"),
         *("--rounds", "1", "--steps", "1", "--engines", "hvd_ckpt,horovod,planted_engines:Broken"),
+        status=1,
     )
-    assert status == 1
     assert "planted_engines:Broken, 2 ranks over gloo: RuntimeError: no network for you" in output
-    ours, stock, broken = report["results"]
     assert ours["of_horovod"]["median"] == pytest.approx(ours["rounds"][0] / stock["rounds"][0])
     assert all(4 < one["beyond_bytes"] / MIB < 5 for one in (ours, stock)), "4.2 MiB of gradients, held once"
     assert broken["rounds"] == [] and "no network" in broken["failure"]
@@ -83,14 +60,14 @@ OWN_SUITE = """'Time mine.'
 from benchmarks.suite import Suite
 
 mine = Suite(
-    engines=("hvd_ckpt", "mine"), workloads=("gpt",), columns=("hash",),
-    against={"of hvd_ckpt": "hvd_ckpt"}, np="2", rounds=1, steps=1, quick_sizes={"gpt": {"width": 16, "layers": 1}},
+    engines=("none", "mine"), workloads=("gpt",), columns=("hash",),
+    against={"of none": "none"}, np="1", rounds=1, steps=1, quick_sizes={"gpt": {"width": 16, "layers": 1}},
 )
 """
 OWN_ENGINE = """
-from hvd_ckpt.app.compare.runner.engines import HvdCkpt
+from benchmarks.engines.recompute import Recomputation
 
-class Mine(HvdCkpt):
+class Mine(Recomputation):
     pass
 
 ENGINES = {"mine": Mine}
@@ -98,43 +75,38 @@ ENGINES = {"mine": Mine}
 
 
 def test_a_suite_and_an_engine_are_one_file_each(
-    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In this process, which alone knows their folders."""
     for package, text in ((suites, OWN_SUITE), (engines, OWN_ENGINE)):
-        own = folder / package.__name__
-        if hc.rank() == 0:
-            own.mkdir()
-            (own / "mine.py").write_text(text)
+        own = tmp_path / package.__name__
+        own.mkdir()
+        (own / "mine.py").write_text(text)
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(own)])
-    hc.barrier()
+
+    def run_here(job: MeasuredJob, *_: object, **more: object) -> list[list[Found]]:
+        job.save()
+        return [measure(job)]
+
+    monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
     engines.engines.cache_clear()
     try:
-        status, output, report = command("mine", "--quick")
+        none, mine = run("mine", "--quick")[1]
     finally:
         engines.engines.cache_clear()
-    assert status == 0, output
-    ours, mine = report["results"]
-    assert (ours["engine"], mine["engine"]) == ("hvd_ckpt", "mine")
-    assert mine["hash"] == ours["hash"] and mine["of_hvd_ckpt"]
+    assert (none["engine"], mine["engine"]) == ("none", "mine")
+    assert mine["hash"] == none["hash"] and mine["of_none"]
 
 
 @pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of PyTorch 2.6 does not run on CPUs"
 )
-def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_SIZE", "DS_ACCELERATOR"):
-        monkeypatch.setenv(name, "")  # torch.distributed's, which the job sets: taken back after the test
-    try:
-        status, output, report = command(
-            *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stage", "3", "--passes", "1"),
-            *("--rounds", "1", "--engines", "stage-3,stage-3-offload,fsdp2-3"),
-        )
-    finally:
-        torch.distributed.destroy_process_group()
-    assert status == 0, output
-    rows = {(row["engine"], row["recompute"]): row for row in report["results"]}
+def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(run: Run) -> None:
+    _, results = run(
+        *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stage", "3", "--passes", "1"),
+        *("--rounds", "1", "--engines", "stage-3,stage-3-offload,fsdp2-3"),
+    )
+    rows = {(row["engine"], row["recompute"]): row for row in results}
     assert len(rows) == 6
     ours, offloaded = rows["stage-3", "no"], rows["stage-3-offload", "no"]
     assert ours["sent"] == rows["stage-3", "yes"]["sent"] > 0, "recomputation sends nothing"
@@ -150,25 +122,81 @@ def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(
     assert offloaded["figures"]["state_bytes"][0] == 0
 
 
-def test_shard_trains_in_wire_formats_that_send_less(command: Command) -> None:
-    status, output, report = command(
+def test_shard_trains_in_wire_formats_that_send_less(run: Run) -> None:
+    _, rows = run(
         *("shard", "--quick", "--np", "2", "--controller", "gloo", "--passes", "1", "--rounds", "2"),
         *("--recompute", "no", "--wire", "fp32,bf16,int4", "--engines", "stage-3", "--stage", "3"),
     )
-    assert status == 0, output
-    assert [row["wire"] for row in report["results"]] == ["fp32", "bf16", "int4"]
-    whole, half, least = (row["sent"] for row in report["results"])
+    assert [row["wire"] for row in rows] == ["fp32", "bf16", "int4"]
+    whole, half, least = (row["sent"] for row in rows)
     assert whole > half > least > 0
 
 
-def test_both_loops_of_train_do_the_same(command: Command, folder: Path) -> None:
-    status, output, report = command(
+def test_both_loops_of_train_do_the_same(run: Run, tmp_path: Path) -> None:
+    trainer, by_hand = run(
         "train", "--quick", "--np", "2", "--controller", "gloo", "--accumulate", "2", "--rounds", "1"
-    )
-    assert status == 0, output
-    trainer, by_hand = report["results"]
+    )[1]
     assert (trainer["engine"], by_hand["engine"]) == ("trainer", "by-hand")
     assert trainer["same_weights"] == "yes" and trainer["of_by-hand"]
     assert len(trainer["rounds"]) == len(by_hand["rounds"]) == 1
-    log = next(folder.glob("trainer*/gpt-tiny-2/log.jsonl")).read_text().splitlines()
+    log = next(tmp_path.glob("report/jobs/trainer*/gpt-tiny-2/log.jsonl")).read_text().splitlines()
     assert len(log) == 2, "an entry of 10 steps would be the first; the last one ends the run"
+
+
+def test_methods_of_local_sgd_send_what_they_say(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 200)
+    tools = [os.geteuid() == 0, *map(shutil.which, ("unshare", "ip", "tc"))]
+    links = ["none", "100"] if all(tools) else ["none"]
+    options = ("--quick", "--engines", "hvd_ckpt,int8-50,averager", "--set", f"text={text}")
+    rows = run("local", *options, "--link", ",".join(links))[1]
+    assert [row["link"] for row in rows[::3]] == links and all(row["rounds"] for row in rows)
+    synchronous, ours, torch = rows[:3]
+    assert 3.6 < torch["sent"] / ours["sent"] < 4  # a byte for each value, and scales
+    assert synchronous["sent"] / torch["sent"] == pytest.approx(50)
+    for row in (synchronous, ours, torch):
+        assert len(row["rounds"]) == 1 and 0 < row["loss"] < 7
+
+
+def test_the_chosen_layout_is_beside_all_others(run: Run) -> None:
+    (row,) = run("layouts", "--quick")[1]
+    figures = {name: values[0] for name, values in row["figures"].items()}
+    assert figures["of_best"] >= 1 and 0 < figures["of_memory"] <= 1
+    assert len(figures["rows"]) > figures["layouts"] > 0
+    tried = [layout for layout, *_, trial in figures["rows"][: figures["layouts"]] if trial is not None]
+    assert figures["chosen"] in tried
+
+
+def test_layouts_of_clusters_are_predicted(run: Run) -> None:
+    slow, fast = run("clusters", "--quick")[1]
+    assert (slow["link"], fast["link"]) == ("25", "400")
+    assert 0 < slow["efficiency"] <= fast["efficiency"] <= 1
+    assert slow["alone_efficiency"] <= slow["efficiency"]
+
+
+def test_replicas_have_the_same_losses_on_any_number_of_ranks(run: Run) -> None:
+    rows = run("replicas", "--quick", "--np", "4,1")[1]
+    losses = {(row["engine"], row["np"]): row["figures"]["losses"][0] for row in rows}
+    assert losses["replicas", 4] == losses["replicas", 1] and len(losses["horovod", 4]) == 4
+    assert [row["same_losses"] for row in rows if row["engine"] == "replicas"] == ["yes", "yes"]
+
+
+@with_torch_1f1b
+def test_engines_of_pipeline_take_the_same_steps(run: Run, tmp_path: Path) -> None:
+    options = ("--workloads", "gpt", "--schedule", "1f1b", "--recompute", "never,always")
+    whole, *rows = run("pipeline", "--quick", *options)[1]
+    engines = [("never", "stages"), ("never", "torch-stages"), ("always", "stages")]
+    assert [(row["recompute"], row["engine"]) for row in rows] == engines
+    for row in rows:
+        assert row["rounds"] and row["of_ideal"] and 0 < row["peak_bytes"] < whole["peak_bytes"]
+    ours, theirs, recomputed = rows
+    # Lengths of headers, random states and the loss.
+    assert 0 < theirs["sent"] <= ours["sent"] < 2 * theirs["sent"]
+    assert recomputed["peak_bytes"] < ours["peak_bytes"]
+    assert (tmp_path / "report" / "picture.png").exists()
+
+
+def test_steps_in_parts_are_timed_beside_pytorch(run: Run) -> None:
+    ours, theirs = run("tensor", "--quick", "--rounds", "2")[1]
+    assert (ours["engine"], theirs["engine"]) == ("parts", "torch-parts")
+    assert len(ours["rounds"]) == 2 and ours["of_torch-parts"] and ours["peak_bytes"]
