@@ -53,20 +53,16 @@ def bits(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() // 8)
 
 
-@settings(max_examples=60, deadline=None)
-@given(shape=shapes, seed=st.integers(0, 1000))
-def test_masks_become_bits(shape, seed):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-    check(mask, bits(mask) if mask.numel() > 1 else None)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    shape=shapes, dtype=st.sampled_from(FLOATS + INTEGERS), seed=st.integers(0, 1000), keep=st.floats(0, 1)
+    shape=shapes,
+    dtype=st.sampled_from((torch.bool, *FLOATS, *INTEGERS)),
+    seed=st.integers(0, 1000),
+    keep=st.floats(0, 1),
 )
 def test_zero_and_one_other_value_become_bits(shape, dtype, seed, keep):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < keep
-    scaled = mask.to(dtype) * (torch.tensor(1 / 0.9).to(dtype) if dtype.is_floating_point else 3)
+    scaled = mask.to(dtype) * torch.tensor(1 / 0.9 if dtype.is_floating_point else 3).to(dtype)
     check(scaled, bits(scaled) if bits(scaled) < scaled.nbytes else None)
 
 
