@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.message
 import email.parser
 import os
 import re
@@ -91,25 +90,14 @@ def test_the_wheel_has_the_library_and_the_commands(wheel: Path) -> None:
     package = {f"hvd_ckpt/{name}" for name in files_of(ROOT / "hvd_ckpt") if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == package
     assert {"hvd_ckpt/py.typed", "hvd_ckpt/__init__.pyi"} <= package
-    check_metadata(facts)
-
-
-def check_metadata(facts: email.message.Message) -> None:
-    version = facts["Version"]
-    assert wheel_versions() == {version}
+    setup = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", changes, re.MULTILINE)
+    assert setup and newest and setup[1] == newest[1] == facts["Version"]
     assert not [name for name in facts if name.startswith("License")]  # the owner's choice
     assert facts.get_all("Classifier") and facts.get_all("Project-URL")
     assert facts["Description-Content-Type"] == "text/markdown"
     assert facts.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def wheel_versions() -> set[str]:
-    """The version in setup.cfg, and the newest one in the list of changes, which has a date."""
-    found = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    newest = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", changes, re.MULTILINE)
-    assert found and newest
-    return {found.group(1), newest.group(1)}
 
 
 def test_the_wheel_trains_without_the_clone(wheel: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter 
 from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.reference import Reference, apart, make_reference
 from hvd_ckpt.app.compare.runner.engine import Engine
-from hvd_ckpt.app.compare.runner.engines import start_engine
+from hvd_ckpt.app.compare.runner.engines import find_engine
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device
 from hvd_ckpt.app.compare.training import Training, fingerprint, train
 from hvd_ckpt.app.compare.workloads import Workload, make_workload
@@ -104,7 +104,11 @@ def train_cells(job: EngineJob) -> None:
         # Horovod reads this when it starts; without it no timeline can be started later.
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     use_deterministic_kernels()
-    engine = start_engine(job.engine, job, own_device(job.settings.device))
+    engine = find_engine(job.engine)()
+    engine.device = own_device(job.settings.device)
+    engine.start(job.folder)
+    if engine.size != job.size:
+        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
     workloads = {name: make_workload(name, job.settings) for name in job.workloads}
     job.tell("ready")
     for cell in job.cells:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch, run_backward
-from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.utils.named import import_named
 
 
@@ -159,16 +158,6 @@ ENGINES: dict[str, type[Engine]] = {
     "ddp-static": variant(DDP, static_graph=True),
     "apex": ApexDDP,
 }
-
-
-def start_engine(name: str, job: RankJob, device: torch.device) -> Engine:
-    """The engine of that name, which has joined the other ranks of the job."""
-    engine = find_engine(name)()
-    engine.device = device
-    engine.start(job.folder)
-    if engine.size != job.size:
-        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
-    return engine
 
 
 def find_engine(name: str, known: Mapping[str, type[Engine]] = ENGINES) -> type[Engine]:

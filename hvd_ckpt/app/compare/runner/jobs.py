@@ -219,11 +219,6 @@ def run_job(
         events, failure = follow(lambda: [process.status], job, lambda events: timeout)
     if failure is not None:
         raise JobError(f"{failure.message} (log: {job.log_file})")
-    return results_of_ranks(events, result)
-
-
-def results_of_ranks(events: Sequence[Event], result: type[R]) -> list[R]:
-    """What the worker of each rank returned, in rank order."""
     values = {event["rank"]: event["value"] for event in events if event["event"] == "done"}
     return [TypeAdapter(result).validate_python(values[rank]) for rank in sorted(values)]
 
