@@ -132,6 +132,20 @@ def test_shard_trains_in_wire_formats_that_send_less(run: Run) -> None:
     assert whole > half > least > 0
 
 
+def test_ways_to_recompute_are_compared_with_none(run: Run, tmp_path: Path) -> None:
+    engines = ("none", "blocks", "matmuls-saved", "half-saved", "plan-blocks")
+    _, rows = run(
+        "recompute", "--quick", "--workloads", "lstm", "--rounds", "2", "--engines", ",".join(engines)
+    )
+    assert [(row["engine"], len(row["rounds"]), row["result"]) for row in rows] == [
+        (engine, 2, "bitwise") for engine in engines
+    ]
+    _, blocks, *_, plan = rows
+    assert plan["of_the_way"] and blocks["of_the_way"] is None and blocks["peak_of_none"] < 1
+    assert "| blocks |" in (tmp_path / "report" / "report.md").read_text()
+    assert (tmp_path / "report" / "picture.png").stat().st_size > 10_000
+
+
 def test_both_loops_of_train_do_the_same(run: Run, tmp_path: Path) -> None:
     trainer, by_hand = run(
         "train", "--quick", "--np", "2", "--controller", "gloo", "--accumulate", "2", "--rounds", "1"
