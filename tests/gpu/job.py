@@ -14,7 +14,7 @@ class CheckJob(RankJob):
     """The ranks of one check.
 
     Attributes:
-        check: module and function, such as ``"checks.operations"``.
+        check: module and function, such as ``"checks.operations"``, and numbers that it takes: ``"ranks.divided:2,1"``.
         device: ``"cuda"`` or ``"cpu"``.
         tiny: small sizes, for a dry run.
     """
@@ -43,5 +43,8 @@ class Outcome:
 
 def run_check(job: CheckJob) -> Outcome:
     """Calls the function of the check."""
-    module, name = job.check.split(".")
-    return getattr(import_module(f"gpu.{module}"), name)(job)
+    name, _, numbers = job.check.partition(":")
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"gpu.{module}"), function)(
+        job, *map(int, numbers.split(",") if numbers else ())
+    )

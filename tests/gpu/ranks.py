@@ -108,28 +108,10 @@ def pipeline(job: CheckJob) -> Outcome:
     )
 
 
-def parts(job: CheckJob) -> Outcome:
-    """Layers in one part on each rank."""
-    return _divided(job, 1, job.size)
-
-
-def parts_with_replicas(job: CheckJob) -> Outcome:
-    """Layers in two parts."""
-    return _divided(job, 1, 2)
-
-
-def stages_with_replicas(job: CheckJob) -> Outcome:
-    """Two pipeline stages."""
-    return _divided(job, 2, 1)
-
-
-def stages_and_parts(job: CheckJob) -> Outcome:
-    """Two pipeline stages, with layers in two parts."""
-    return _divided(job, 2, 2)
-
-
-def _divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
-    """Training against a CPU reference at each ZeRO stage that applies, each twice for its bits."""
+def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
+    """Training in so many stages, and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage that
+    applies, each twice for its bits."""
+    tensor = tensor or job.size
     training = Training(job, stages=stages, tensor=tensor)
     replicas = hc.size()
 

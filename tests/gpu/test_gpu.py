@@ -22,7 +22,7 @@ class Check:
     """A check on ranks.
 
     Attributes:
-        function: the module and function that they run.
+        function: the module and function that they run, and numbers that it takes.
         seconds: its time limit.
         needs: as in :meth:`Session.need`.
         several: whether it runs on several ranks.
@@ -64,10 +64,10 @@ CHECKS = (
     _of_ranks("replicas of ranks", "ranks.replicas", 120, bits_of="replicas"),
     _of_ranks("batchnorm of ranks", "ranks.batchnorm", 120),
     _of_ranks("pipeline of ranks", "ranks.pipeline", 180),
-    _of_ranks("parts of ranks", "ranks.parts", 180, dry=False),
-    _of_ranks("parts and replicas", "ranks.parts_with_replicas", 240, least=4, dry=False),
-    _of_ranks("stages and replicas", "ranks.stages_with_replicas", 240, least=4, dry=False),
-    _of_ranks("stages, parts and replicas", "ranks.stages_and_parts", 300, least=8),
+    _of_ranks("parts of ranks", "ranks.divided:1,0", 180, dry=False),
+    _of_ranks("parts and replicas", "ranks.divided:1,2", 240, least=4, dry=False),
+    _of_ranks("stages and replicas", "ranks.divided:2,1", 240, least=4, dry=False),
+    _of_ranks("stages, parts and replicas", "ranks.divided:2,2", 300, least=8),
     _of_ranks("ddp of ranks", "checks.ddp", 180, "NCCL"),
     _of_ranks("overlap", "ranks.overlap", 180, "GPU", "NCCL"),
     _of_ranks("sums", "ranks.repeated_sums", 120, "NCCL"),
