@@ -167,7 +167,7 @@ class Suite:
             if not self.together:
                 option("steps", Count, "Timed steps per job.", self.steps)
             option("device", Device, OF_DEVICE, "cpu")
-            option("timeout", Seconds, "Seconds for one job.", 600.0)
+            option("timeout", Seconds, "Seconds without a step that count as a hang.", 600.0)
         sizes = Annotated[dict[str, Any] | None, BeforeValidator(_sizes)]
         option(
             "set", sizes, "Sizes of the workloads in place of the suite's, such as batch=16,layers=4.", None

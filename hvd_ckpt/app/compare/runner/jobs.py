@@ -205,12 +205,12 @@ def run_job(
 
     Args:
         result: the type of what the worker returns: a dataclass, or a list or dict of such.
-        timeout: seconds after which the job is ended.
+        timeout: seconds without an event of any rank, after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
         within: the words of a command that runs the launcher, which follows them.
 
     Raises:
-        JobError: a rank failed, or the job took longer than ``timeout`` seconds.
+        JobError: a rank failed, or none told anything for ``timeout`` seconds.
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
