@@ -60,6 +60,11 @@ def job(
     )
 
 
+@functools.cache
+def rows_for(memory: float, network: Network = DEFAULT) -> list[LayoutRow]:
+    return job(memory, network=network).rows()
+
+
 def fitting(rows: list[LayoutRow]) -> list[LayoutRow]:
     return [row for row in rows if row.fits]
 
@@ -82,7 +87,7 @@ def run(*words: object, file: Path | None = None, status: int = 0) -> str:
 
 
 def test_rows_that_fit_stay_within_the_memory_and_the_fastest_is_first() -> None:
-    rows = job(400).rows()
+    rows = rows_for(400)
     fit = fitting(rows)
     assert fit and fit == rows[: len(fit)]
     assert all(row.peak <= 400 * MIB for row in fit) and all(row.peak > 400 * MIB for row in rows[len(fit) :])
@@ -95,9 +100,9 @@ def test_rows_that_fit_stay_within_the_memory_and_the_fastest_is_first() -> None
 
 
 def test_less_memory_is_never_faster_and_recomputes_more() -> None:
-    found = [job(memory).rows()[0] for memory in (2000, 400, 150)]
+    found = [rows_for(memory)[0] for memory in (2000, 400, 150)]
     assert [row.seconds for row in found] == sorted(row.seconds for row in found)
-    plain = [by_name(job(memory).rows())["data parallel"] for memory in (2000, 170)]
+    plain = [by_name(rows_for(memory))["data parallel"] for memory in (2000, 170)]
     assert plain[0].fits and plain[1].fits
     assert plain[0].recomputing == 0 < plain[1].recomputing
     assert plain[0].budget is None and plain[1].budget is not None
@@ -105,7 +110,7 @@ def test_less_memory_is_never_faster_and_recomputes_more() -> None:
 
 def test_stages_recompute_where_memory_is_short() -> None:
     much, little = (
-        {row.layout: row.recomputing for row in fitting(job(memory).rows()) if row.layout.stages > 1}
+        {row.layout: row.recomputing for row in fitting(rows_for(memory)) if row.layout.stages > 1}
         for memory in (4000, 100)
     )
     assert max(much.values()) < 1e-6 and 0.05 < max(little.values()) < 0.5
@@ -121,7 +126,7 @@ def test_what_is_offloaded_takes_no_memory_of_a_stage() -> None:
 
 
 def test_where_nothing_fits_the_first_needs_least() -> None:
-    rows = job(5).rows()
+    rows = rows_for(5)
     assert not fitting(rows)
     assert rows[0].peak == min(row.peak for row in rows) > 5 * MIB
 
@@ -139,7 +144,7 @@ def test_slow_links_between_hosts_are_the_limit_and_stages_send_less_over_them()
 
 
 def test_parts_of_layers_stay_within_a_host() -> None:
-    assert {row.layout.tensor for row in job(4000, network=Network(local=2)).rows()} == {1, 2}
+    assert {row.layout.tensor for row in rows_for(4000, Network(local=2))} == {1, 2}
     for ranks, local in ((12, 6), (6, 8)):
         layouts = job(4000, ranks, ranks, Network(local=local)).layouts()
         assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}
@@ -223,7 +228,7 @@ def test_where_no_layout_can_be_tried_the_reason_of_the_first_is_told(
 
 def test_parts_need_the_whole_weights_until_they_are_compared_with_them() -> None:
     weights = sum(parameter.nbytes for parameter in job(1).model.parameters())
-    parts = [row for row in job(4000).rows() if row.layout.tensor > 1 and row.layout.stages == 1]
+    parts = [row for row in rows_for(4000) if row.layout.tensor > 1 and row.layout.stages == 1]
     assert parts and all(row.peak > weights * (1 + 1 / row.layout.tensor) for row in parts)
 
 
@@ -247,7 +252,7 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
         return torch.zeros(count, SIZES["length"], dtype=torch.long, device="meta")
 
     rows = hc.layouts(model, make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
-    assert [row.layout for row in rows] == [row.layout for row in job(400).rows()]
+    assert [row.layout for row in rows] == [row.layout for row in rows_for(400)]
     for wrong, says in (
         ({"memory": "80%"}, "memory must be bytes"),
         ({"ranks": 0}, "ranks must be a number from 1, not 0"),
