@@ -94,7 +94,7 @@ def join(device: int = -1) -> int:
             not joined needs the others for more than an allreduce, such as for sparse gradients (pass ``sparse_as_dense=True``).
             Raised on every rank.
         RuntimeError: a rank has gradients that neither ``step()`` nor ``synchronize()`` has reduced; raised on every rank, once
-            all have called it.
+            all have called it. All gradients are dropped.
     """
     error: Exception | None = None
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
@@ -114,7 +114,16 @@ def join(device: int = -1) -> int:
                 f"join() was called while {type(optimizer).__name__} has gradients of a backward pass that are not reduced; call "
                 "its step() or synchronize() on every rank first"
             )
-    last = meet_after_join(device, error)
+    try:
+        last = meet_after_join(device, error)
+    except Exception:
+        # Horovod sends zeros in place of what a rank that joins has in flight, and never ends that: a later step() would wait for
+        # it forever, and on the other ranks these sums lack this rank's gradients. So all ranks drop the step that they have begun.
+        for optimizer in live_optimizers():
+            if optimizer.reducer is not None:
+                optimizer.reducer.abandon()
+            optimizer.drop_gradients()
+        raise
     live = Live()
     live.level(allgather_objects(live.states, global_process_set, "join()"), last)
     return last

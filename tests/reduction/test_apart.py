@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -367,19 +368,22 @@ def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
 @pytest.mark.ranks(gloo=(2,))
 @pytest.mark.parametrize("steps", [0, 3])  # from the second step on, buckets leave in the backward pass
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)])
-def test_join_with_gradients_that_are_not_reduced(ranks: tuple[int, ...], steps: int) -> None:
+@pytest.mark.parametrize("slow", [0, 1])
+def test_join_with_gradients_that_are_not_reduced(ranks: tuple[int, ...], steps: int, slow: int) -> None:
     """The others would add their later gradients to sums that have this rank's, or those of this rank would be lost."""
     model = chain()
     optimizer = wrap(model)
     train(model, optimizer, range(steps))
     optimizer.zero_grad()
+    if hc.rank() == slow:
+        time.sleep(0.3)  # the other rank's buckets are in flight when it joins
     if hc.rank() in ranks:
         loss(model, 3, hc.rank()).backward()
     raises_everywhere(RuntimeError, r"join\(\) was called while SGD has gradients.*step\(\)", hc.join)
-    if len(ranks) == 2:
-        optimizer.step()
-        hc.join()
-        same_everywhere(model)
+    optimizer.step()  # nothing is left of these gradients
+    train(model, optimizer, range(steps, steps + 3))
+    hc.join()
+    same_everywhere(model)
 
 
 @pytest.mark.ranks(gloo=(2,), mpi=(4,))
