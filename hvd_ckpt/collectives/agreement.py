@@ -28,6 +28,8 @@ from hvd_ckpt.processes.grid import current, require_initialized
 from hvd_ckpt.utils.text import ranks_text
 
 MESSAGE = "hvd_ckpt.objects"
+# Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
+LARGEST = 2**31 - 1
 
 
 class FailedElsewhere(Exception):
@@ -124,8 +126,14 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
     sizes[process_set.rank()] = payload.numel()
     sizes = _sum(sizes, f"{message}.sizes", process_set)
     check_present(int((sizes > 0).sum()), process_set, name)
-    gathered = mpi_ops.allgather(payload, name=f"{message}.values", process_set=process_set)
-    received = [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes.tolist())]
+    contents = [bytearray() for _ in sizes]
+    messages = -(-int(sizes.sum()) // (LARGEST - len(sizes)))  # each part may be rounded up
+    for number, part in enumerate(payload.tensor_split(messages)):
+        lengths = sizes // messages + (number < sizes % messages)
+        gathered = mpi_ops.allgather(part, name=f"{message}.values", process_set=process_set)
+        for content, arrived in zip(contents, gathered.split(lengths.tolist())):
+            content += arrived.numpy().tobytes()
+    received = [pickle.loads(content) for content in contents]
     raise_first_failure(error, [content if isinstance(content, Failure) else None for content in received])
     # Each call with the first rank that is in it: of equal keys the last one counts, so ranks come in reverse.
     calls = dict(zip((call for call, _ in reversed(received)), reversed(range(len(received)))))
@@ -161,7 +169,8 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
         )
     if not is_root:
         payload = torch.empty(size, dtype=torch.uint8)
-    payload = mpi_ops.broadcast(payload, root, name=f"{name}.value", process_set=process_set)
+    for part in torch.split(payload, LARGEST):
+        mpi_ops.broadcast_(part, root, name=f"{name}.value", process_set=process_set)
     received = value if is_root else pickle.loads(payload.numpy().tobytes())
     if isinstance(received, Failure):
         raise received.on(root)
@@ -216,8 +225,13 @@ def raise_together(error: Exception | None, process_set: Any, name: str) -> None
 def raise_on_replica(error: Exception | None) -> None:
     """Raises on every pipeline stage and part of this replica if any of them brings an error. Collective over these, where all tell
     each other one number, and what has happened only if something has."""
-    if current().on_any_stage(error is not None):
-        raise_first_failure(error, current().of_replica(None if error is None else Failure.of(error)))
+    grid = current()
+    if grid.on_any_stage(error is not None):
+        failures: list[Failure | None] = [None] * grid.size  # by process number
+        for number, failure in enumerate(grid.gather_objects(None if error is None else Failure.of(error))):
+            stage, part = divmod(number, grid.tensor)
+            failures[grid.process(stage, part=part)] = failure
+        raise_first_failure(error, failures)
 
 
 def raise_gathered(errors: Sequence[Exception | None]) -> None:
@@ -277,9 +291,8 @@ def of_all_processes(value: Any, name: str) -> list[Any]:
 
 def of_first_process(value: Any, name: str) -> Any:
     """The first process's value, on all processes of all pipeline stages and parts. Collective."""
-    first = broadcast_from(value, 0, mpi_ops.global_process_set, name)
     # Each stage and part has a rank 0 of its own. Process 0 is that of the first stage and part.
-    return first if current().model_parallel_size == 1 else current().gather_objects(first)[0]
+    return current().gather_objects(broadcast_from(value, 0, mpi_ops.global_process_set, name))[0]
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.collectives import agreement
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
@@ -402,6 +403,22 @@ class OddError(Exception):
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)
         self.number = number
+
+
+def test_an_object_may_be_too_large_for_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def broadcast(part: torch.Tensor, *args: Any, send: Any = mpi_ops.broadcast_, **options: Any) -> Any:
+        sizes.append(part.numel())
+        return send(part, *args, **options)
+
+    monkeypatch.setattr(agreement, "LARGEST", 1000)
+    monkeypatch.setattr(mpi_ops, "broadcast_", broadcast)
+    content = bytes(range(256)) * 10
+    assert hc.broadcast_object(content if hc.rank() == 1 else None, root_rank=1) == content
+    assert sizes[:2] == [1000, 1000] and len(sizes) == 3
+    everyone = [content[: 700 * rank] for rank in range(hc.size())]
+    assert hc.allgather_object(everyone[hc.rank()]) == everyone
 
 
 @pytest.mark.parametrize("kind", ["OSError", "KeyError", "Odd", "TypeError"])
