@@ -14,14 +14,12 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.collectives.agreement import allgather_objects
+from hvd_ckpt.collectives.agreement import LARGEST, allgather_objects
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.waits import looks, waiting_for
 
 LONG_SECONDS = 10.0
-# Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
-LARGEST = 2**31 - 1
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
@@ -55,25 +53,22 @@ class Work:
     """A collective in flight, as in torch.distributed; holds all tensors that it needs.
 
     Args:
-        finish: makes the result, of those of the messages.
-        follow: begins another collective with that result; this work then has the result of that one.
+        named_handles: names and handles of its messages.
+        steps: make the result: the first of those of the messages, each other one of the result of the one before. A step may
+            begin another collective and return it as work, whose result is then that of the step.
+        sends: how many of the steps do that.
     """
 
     def __init__(
-        self,
-        named_handles: Sequence[tuple[str, int]],
-        finish: Callable[[list[Any]], Any],
-        follow: Callable[[torch.Tensor], Work] | None = None,
+        self, named_handles: Sequence[tuple[str, int]], *steps: Callable[[Any], Any], sends: int = 0
     ) -> None:
-        self._pending = named_handles
-        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
-        self._follow = follow
+        self._pending, self._steps, self._sends = named_handles, steps, sends
         self._result: torch.Tensor | None = None
 
     def done(self) -> bool:
         """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
         self.advance(block=False)
-        return self._follow is None and self._has_arrived()
+        return not self._sends and self._has_arrived()
 
     def wait(self, awaited: str = "") -> torch.Tensor:
         """The result; asleep until all messages are here. A second call returns the same tensor.
@@ -84,56 +79,47 @@ class Work:
         Raises:
             horovod.common.exceptions.HorovodInternalError: another rank is gone.
         """
-        while self._follow is not None:
-            self.advance(True, awaited)
-        return self._own_result(awaited)
+        self.advance(True, awaited)
+        if self._steps:
+            self._run_steps(awaited)
+        if self._result is None:
+            raise RuntimeError("this collective has failed before; start the step again")
+        return self._result
 
     def advance(self, block: bool, awaited: str = "") -> None:
         """Sends what follows on messages that are here, or with ``block`` waits for these."""
-        follow = self._follow
-        if follow is not None and (block or self._has_arrived()):
-            # The second message is sent once, whatever becomes of it: each look at the work comes here.
-            self._follow = None
-            first, self._result = self._own_result(awaited), None
-            second = follow(first)
-            self._pending, self._finish, self._follow = second._pending, second._finish, second._follow
+        while self._sends and (block or self._has_arrived()):
+            self._run_steps(awaited)
 
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
-        """This work, with another result; wait for the new one instead."""
-        finish, follow = self._finish, self._follow
-        assert finish is not None
-        if follow is not None:
-            return Work(self._pending, finish, lambda result: follow(result).then(change))
-        return Work(self._pending, lambda results: change(finish(results)))
-
-    def followed_by(self, follow: Callable[[torch.Tensor], Work]) -> Work:
-        """This work and then another one, which ``follow`` begins with its result; wait for the new one instead."""
-        finish, before = self._finish, self._follow
-        assert finish is not None
-        if before is not None:
-            return Work(self._pending, finish, lambda result: before(result).followed_by(follow))
-        return Work(self._pending, finish, follow)
+    def then(self, step: Callable[[torch.Tensor], Any], sends: bool = False) -> Work:
+        """This work with one more step; wait for the new one instead."""
+        return Work(self._pending, *self._steps, step, sends=self._sends + sends)
 
     def forget(self) -> None:
         """Drops what is not waited for; it completes by itself."""
         for _, handle in self._pending:
             mpi_ops._handle_map.pop(handle, None)  # what Horovod keeps until somebody waits
-        self._pending, self._finish, self._follow = (), None, None
+        self._pending, self._steps, self._sends = (), (), 0
 
     def _has_arrived(self) -> bool:
         return all(mpi_ops.poll(handle) for _, handle in self._pending)
 
-    def _own_result(self, awaited: str) -> torch.Tensor:
-        if self._finish is not None:
-            # Given up first: if this fails, Horovod has dropped the handle, and a second call must
-            # raise instead of going without a result.
-            pending, self._pending = self._pending, ()
-            finish, self._finish = self._finish, None
-            with torch.no_grad():
-                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
-        if self._result is None:
-            raise RuntimeError("this collective has failed before; start the step again")
-        return self._result
+    def _run_steps(self, awaited: str) -> None:
+        """Waits for the messages and runs the steps, up to one that sends."""
+        # Given up first: if one fails, Horovod has dropped the handle, and a second call must raise instead of going without a
+        # result. And a step sends once, whatever becomes of it.
+        pending, self._pending = self._pending, ()
+        steps, self._steps = self._steps, ()
+        sends, self._sends = self._sends, 0
+        with torch.no_grad():
+            result: Any = [wait(handle, name, awaited) for name, handle in pending]
+            for number, step in enumerate(steps, start=1):
+                result = step(result)
+                if isinstance(result, Work):
+                    self._pending, self._sends = result._pending, result._sends + sends - 1
+                    self._steps = (*result._steps, *steps[number:])
+                    return
+        self._result = result
 
 
 class Collectives:

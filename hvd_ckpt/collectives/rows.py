@@ -104,7 +104,9 @@ class RowCollectives(Collectives):
             peers = [host[place] for host in hosts]
             return self.exchange_rows(encode(add(arrived), len(hosts)), f"{what}.across", peers)
 
-        return self.exchange_rows(encode(rows.view(-1), local), f"{what}.within", own).followed_by(across)
+        return self.exchange_rows(encode(rows.view(-1), local), f"{what}.within", own).then(
+            across, sends=True
+        )
 
     def gather_rows(self, row: torch.Tensor, what: str) -> Work:
         """Starts to gather the ``row`` [m] of each rank, as [ranks, m]."""

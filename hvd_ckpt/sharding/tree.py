@@ -164,7 +164,7 @@ class TreeCommunicator(Communicator):
         rest = -numel % ranks
         whole = torch.nn.functional.pad(total, (0, rest)) if rest else total
         sums = self.exchange.reduce_scatter(whole, what, scale, TREE)
-        gathered = sums.followed_by(
-            lambda part: self.exchange.all_gather(part, torch.empty_like(whole), what)
+        gathered = sums.then(
+            lambda part: self.exchange.all_gather(part, torch.empty_like(whole), what), sends=True
         )
         return gathered.then(lambda result: result[:numel])
