@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,10 +40,15 @@ class Batch:
         return len(self.targets)
 
     def split(self, parts: int) -> list[Batch]:
-        """The batch in ``parts`` parts whose lengths differ by at most one; in fewer if it has fewer samples."""
-        parts = max(min(parts, len(self)), 1)
+        """The batch in ``parts`` parts whose lengths differ by at most one; in fewer if it has fewer samples.
+
+        Raises:
+            ValueError: its tensors have different numbers of samples.
+        """
         # Inputs, targets and shared tensors in one list, so that each part has all of them by the same positions.
-        cut = [tensor.tensor_split(parts) for tensor in (*self.inputs, self.targets, *self.shared.values())]
+        tensors = (*self.inputs, self.targets, *self.shared.values())
+        parts = max(min(parts, samples_of(tensors)), 1)
+        cut = [tensor.tensor_split(parts) for tensor in tensors]
         return [
             Batch(
                 part[: len(self.inputs)],
@@ -59,6 +65,17 @@ class Batch:
             to_device(self.targets, device),
             {name: to_device(tensor, device) for name, tensor in self.shared.items()},
         )
+
+
+def samples_of(tensors: Sequence[Tensor]) -> int:
+    """The number of samples in each of some tensors; unless it is the same, a ValueError."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(shape[:1] != shapes[0][:1] or not shape for shape in shapes):
+        raise ValueError(
+            f"The first dimension of every tensor in the batch must count the same samples, got the shapes "
+            f"{', '.join(map(str, shapes))}."
+        )
+    return int(shapes[0][0])
 
 
 class Objective(ABC):

@@ -17,6 +17,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvd_ckpt.collectives.asynchronous import Collectives
+from hvd_ckpt.data.objectives import samples_of
 from hvd_ckpt.distributed.replicas import computing_replica
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
@@ -221,13 +222,7 @@ def _samples(leaves: Sequence[Any]) -> int:
         raise TypeError(
             f"The batch has no tensors and no split(parts) to split it by, it holds: {', '.join(kinds)}."
         )
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if any(shape[:1] != shapes[0][:1] or not shape for shape in shapes):
-        raise ValueError(
-            f"The first dimension of every tensor in the batch must count the same samples, got the shapes "
-            f"{', '.join(map(str, shapes))}."
-        )
-    return int(shapes[0][0])
+    return samples_of(tensors)
 
 
 def terms_of(part: Any, weight: Callable[[Any], float | Tensor] | None) -> float:

@@ -167,6 +167,7 @@ def test_errors() -> None:
         ({"weight": lambda part: float("nan")}, ValueError, "0 or more, got nan"),
         ({"mean_terms": -2.0}, ValueError, "0 or more, got -2.0"),
         ({"batch": {"a": torch.ones(3), "b": torch.ones(2, 1)}}, ValueError, r"the shapes \(3,\), \(2, 1\)"),
+        ({"batch": Batch((torch.ones(4, 6),), torch.ones(3))}, ValueError, r"the shapes \(4, 6\), \(3,\)"),
         ({"batch": [1, 2]}, TypeError, r"no tensors and no split\(parts\).*int"),
         ({"compute": lambda part: part.inputs[0]}, TypeError, r"one element, got one of shape \(4, 4, 6\)"),
         ({"compute": lambda part: 1.0}, TypeError, "one element, got a float"),
