@@ -1,10 +1,10 @@
-"""The grid of a job: stage, replica, part and host of this process, and messages between stages and parts.
+"""The grid of a job: stage, replica, part and host of this process.
 
 A job has ``stages`` times ``replicas`` times ``tensor`` processes. The process number is
 ``(stage * replicas + replica) * tensor + part``, so the parts of a layer are next to each other and the replicas of a stage are
 close together. The replicas of each stage and part form a Horovod world. All code that uses
 Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job, over MPI and over Gloo.
-:mod:`.links` connects the processes.
+:mod:`.links` connects the processes, and has the messages between stages and parts.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
-import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.launchers import is_elastic
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from hvd_ckpt.processes.device_link import DeviceLink
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
@@ -44,10 +40,9 @@ class Grid:
         stage, replica, part: this process's, from 0.
         local_rank, local_size: its number among the processes of all stages on this host, and how many these are.
         peers: where each process of the job runs, by process number.
-        link: messages between all processes; None in a job of one process that no launcher has started.
-        backend: of PyTorch, which all processes have for messages of their device's tensors; an empty string if they have none.
-        store, address: for such groups, where there is a backend, and where this process listens.
-        stage_link, part_link: such messages between the stages of a replica, and the parts of a layer.
+        link: messages between all processes, where there are several stages or parts.
+        alone: this process measures by itself, see :func:`.parts.alone`.
+        stage_link, part_link: messages of devices between the stages of a replica, and the parts of a layer.
     """
 
     stages: int
@@ -59,13 +54,10 @@ class Grid:
     tensor: int = 1
     part: int = 0
     peers: Sequence[Peer] = ()
+    alone: bool = False
     link: MpiLink | GlooLink | None = None
-    backend: str = ""
-    store: Store | None = None
-    address: str = ""
     stage_link: DeviceLink | None = None
     part_link: DeviceLink | None = None
-    horovod: dict[str, Any] = field(default_factory=dict)  # arguments and environment that it starts with
 
     @property
     def size(self) -> int:
@@ -95,22 +87,23 @@ class Grid:
         words += [f"part {part}"] if self.tensor > 1 else []
         return f"{', '.join(words)} (rank {process}{host})"
 
-    def gather(self, values: Tensor, parts: bool = True) -> list[Tensor]:
+    # Messages between processes of a job; :class:`.links.LinkedGrid` has them where there are several stages or parts.
+
+    def gather(self, values: Tensor, stages: bool = True, parts: bool = True) -> list[Tensor]:
         """The values (of one dtype and length everywhere) of every stage and part of this replica, ordered by stage, then part.
-        Collective over the stages and parts of a replica.
+        Collective over these.
 
         Args:
-            parts: False for the values of the stages of this part alone.
+            stages, parts: False for the values of this stage or part alone.
 
         Raises:
             StageFailed: another stage or part has ended by an error.
         """
-        chosen = range(self.tensor) if parts else [self.part]
-        others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
-        rows = [values if other == self.number else torch.empty_like(values) for other in others]
-        received = {other: row.view(torch.uint8) for other, row in zip(others, rows) if other != self.number}
-        self.exchange(dict.fromkeys(received, values.contiguous().view(torch.uint8)), received, GATHER_TAG)
-        return rows
+        return [values]
+
+    def gather_objects(self, value: Any, stages: bool = True, parts: bool = True) -> list[Any]:
+        """The same for a picklable value."""
+        return [value]
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> None:
         """Sends bytes to other processes, which receive as many from this one, by their numbers. Collective over them.
@@ -118,57 +111,16 @@ class Grid:
         Raises:
             StageFailed: another process has ended by an error.
         """
-        if not received:
-            return
-        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to
-        # send. Receives come first: what arrives has its place then.
-        link: Any = self.link
-        requests = [(link.receive(memory, other, tag), other) for other, memory in received.items()]
-        requests += [(link.send(memory, other, tag), other) for other, memory in sent.items()]
-        for request, other in requests:
-            link.wait(request, f"values of {self.name(other)}", other)
 
     def on_any_stage(self, happened: bool) -> bool:
         """Whether something has happened on some stage or part of this replica. Collective over these."""
-        if self.model_parallel_size == 1:
-            return happened
-        flag = torch.tensor([float(happened)], dtype=torch.float64)
-        return any(bool(stage) for stage in self.gather(flag))
-
-    def of_replica(self, value: Any) -> list[Any]:
-        """The picklable values of all stages and parts of this replica, by process number; None for other processes. Collective
-        over these."""
-        values: list[Any] = [None] * self.size
-        for number, own in enumerate(self.gather_objects(value)):
-            stage, part = divmod(number, self.tensor)
-            values[self.process(stage, part=part)] = own
-        return values
+        return happened
 
     def of_all(self, replicas: list[Any]) -> list[Any]:
         """The values of all processes, by process number, from those of the replicas of each stage and part. Collective over the
         stages and parts of a replica.
         """
-        if self.model_parallel_size == 1:
-            return replicas
-        # Two stages with two replicas each have processes 0 to 3:
-        #
-        #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
-        #   worlds     on all:     [[v0, v1], [v2, v3]]
-        worlds = self.gather_objects(replicas)
-        return [
-            worlds[stage * self.tensor + part][replica]
-            for stage in range(self.stages)
-            for replica in range(self.replicas)
-            for part in range(self.tensor)
-        ]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
-        # gather() carries values of one length: first the sizes, then the pickles, padded to the largest one.
-        content = pickle.dumps(value)
-        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
-        padded = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
-        return [pickle.loads(row.numpy().tobytes()) for row in self.gather(padded)]
+        return replicas
 
 
 _grid: Grid | None = None

@@ -15,10 +15,12 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousServer
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch.distributed import ProcessGroupGloo, Store, TCPStore  # type: ignore[
 
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.devices import message_backend
-from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
+from hvd_ckpt.processes.grid import FAILURE_TAG, GATHER_TAG, Grid, set_current
 from hvd_ckpt.processes.hosts import LOOPBACK, Peer
 from hvd_ckpt.processes.launchers import GLOO_ADDRESS, is_elastic, whole_in
 from hvd_ckpt.processes.near import Listener, NearLink, PeerEnded
@@ -50,6 +52,65 @@ class StageFailed(RuntimeError):
     """Another process of the job has raised an error or ended, so this one ends with it."""
 
     raised_elsewhere = True  # for hvd_ckpt.processes.uncaught: that process shows the traceback
+
+
+@dataclass
+class LinkedGrid(Grid):
+    """The grid of a job with several stages or parts, whose processes send each other messages.
+
+    Attributes:
+        backend: of PyTorch, which all processes have for messages of their device's tensors; an empty string if they have none.
+        store, address: for such groups, where there is a backend, and where this process listens.
+        horovod: arguments and environment that Horovod starts with.
+    """
+
+    backend: str = ""
+    store: Store | None = None
+    address: str = ""
+    horovod: dict[str, Any] = field(default_factory=dict)
+
+    def gather(self, values: Tensor, stages: bool = True, parts: bool = True) -> list[Tensor]:
+        others = [
+            self.process(stage, part=part)
+            for stage in (range(self.stages) if stages else [self.stage])
+            for part in (range(self.tensor) if parts else [self.part])
+        ]
+        rows = [values if other == self.number else torch.empty_like(values) for other in others]
+        received = {other: row.view(torch.uint8) for other, row in zip(others, rows) if other != self.number}
+        self.exchange(dict.fromkeys(received, values.contiguous().view(torch.uint8)), received, GATHER_TAG)
+        return rows
+
+    def gather_objects(self, value: Any, stages: bool = True, parts: bool = True) -> list[Any]:
+        # gather() carries values of one length: first the sizes, then the pickles, padded to the largest one.
+        content = pickle.dumps(value)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]), stages, parts)]
+        padded = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
+        return [pickle.loads(row.numpy().tobytes()) for row in self.gather(padded, stages, parts)]
+
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> None:
+        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to
+        # send. Receives come first: what arrives has its place then.
+        link: Any = self.link
+        requests = [(link.receive(memory, other, tag), other) for other, memory in received.items()]
+        requests += [(link.send(memory, other, tag), other) for other, memory in sent.items()]
+        for request, other in requests:
+            link.wait(request, f"values of {self.name(other)}", other)
+
+    def on_any_stage(self, happened: bool) -> bool:
+        return any(bool(stage) for stage in self.gather(torch.tensor([bool(happened)])))
+
+    def of_all(self, replicas: list[Any]) -> list[Any]:
+        # Two stages with two replicas each have processes 0 to 3:
+        #
+        #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
+        #   worlds     on all:     [[v0, v1], [v2, v3]]
+        worlds = self.gather_objects(replicas)
+        return [
+            worlds[stage * self.tensor + part][replica]
+            for stage in range(self.stages)
+            for replica in range(self.replicas)
+            for part in range(self.tensor)
+        ]
 
 
 class MpiLink:
@@ -178,7 +239,7 @@ def noticing_ends(who: str) -> Iterator[None]:
         raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
 
 
-def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
+def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> LinkedGrid:
     """Finds this process's place, and links all processes; before Horovod starts. Collective.
 
     Args:
@@ -201,7 +262,7 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
     return grid
 
 
-def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
+def _place(stages: int, tensor: int, process: int, processes: int) -> LinkedGrid:
     each = stages * tensor
     if processes % each:
         asked = {name: number for name, number in (("stages", stages), ("tensor", tensor)) if number > 1}
@@ -212,13 +273,13 @@ def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
         )
     replicas = processes // each
     row, part = divmod(process, tensor)
-    return Grid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
+    return LinkedGrid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
 
 
 # ------------------------------------------------------------------------------------------------------------ MPI
 
 
-def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
+def _over_mpi(stages: int, tensor: int, mpi: Any) -> LinkedGrid:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
@@ -282,7 +343,7 @@ def _get(store: Store, key: str) -> Any:
         return pickle.loads(store.get(key))  # of a process of this job
 
 
-def _over_gloo(stages: int, tensor: int) -> Grid:
+def _over_gloo(stages: int, tensor: int) -> LinkedGrid:
     if GLOO_ADDRESS not in os.environ:
         return _place(stages, tensor, 0, 1)
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
@@ -310,7 +371,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     return grid
 
 
-def _world_environment(grid: Grid, store: Store) -> dict[str, str]:
+def _world_environment(grid: LinkedGrid, store: Store) -> dict[str, str]:
     """The environment that a launcher would set if the replicas of this process's stage and part were the whole job."""
     key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:

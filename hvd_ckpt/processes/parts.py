@@ -7,6 +7,7 @@ parts exchange whole tensors, which sends as many bytes as a ring and waits once
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
 from hvd_ckpt.utils.rules import check
 
-_alone = False
 _here = threading.local()  # autograd recomputes in threads of its own
 
 HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
@@ -29,18 +29,9 @@ def alone(tensor: int | None = None) -> Iterator[None]:
     Args:
         tensor: of how many parts this process is the first; by default those that the job has.
     """
-    global _alone
-    before, _alone = _alone, True
-    try:
-        with pretending(Grid(1, 1, 0, 0, tensor=tensor)) if tensor is not None else contextlib.nullcontext():
-            yield
-    finally:
-        _alone = before
-
-
-def is_alone() -> bool:
-    """Whether this process works without the other parts, see :func:`alone`."""
-    return _alone
+    grid = current() if tensor is None else Grid(1, 1, 0, 0, tensor=tensor)
+    with pretending(dataclasses.replace(grid, alone=True)):
+        yield
 
 
 @contextlib.contextmanager
@@ -125,7 +116,7 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     if grid.tensor == 1:
         return
     # One process measures, and the other parts are elsewhere, such as in a collective that waits for its result.
-    if _alone:
+    if grid.alone:
         for part, row in enumerate(rows):
             if part != grid.part:
                 row.zero_()

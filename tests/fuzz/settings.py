@@ -26,7 +26,7 @@ from hvd_ckpt.app.training.logs import Logs
 from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
-from hvd_ckpt.processes import launchers, parts, runtime
+from hvd_ckpt.processes import launchers, runtime
 from hvd_ckpt.processes.grid import Grid, pretending
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
@@ -324,7 +324,7 @@ def recipes(_: Path) -> Callable[[Draw, Path], str]:
         for part in range(tensor):
             other = copy.deepcopy(model)
             after = dict(other.named_parameters())
-            with parts.alone(tensor), pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part)):
+            with pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part, alone=True)):
                 try:
                     tensor_parallel(other, recipe, sequence=sequence)
                 except ValueError:

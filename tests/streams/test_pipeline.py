@@ -16,7 +16,7 @@ TAG = 1
 
 def messages(simulation: Simulation) -> None:
     """The fourth is expected before it comes, and the last has another shape."""
-    grid: Any = SimpleNamespace(link=Loopback(simulation), name=str, stage_link=None, number=0)
+    grid: Any = SimpleNamespace(link=Loopback(simulation), name=str, stage_link=None, number=1)
     transport = Transport(grid)
     for number in range(5):
         value = torch.ones(64 if number < 4 else 32, device=DEVICE).mul_(number)

@@ -28,7 +28,6 @@ from hvd_ckpt.parallel.tensor.copies import watch_copies
 from hvd_ckpt.parallel.tensor.functions import SHARE, WHOLE
 from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split
 from hvd_ckpt.parallel.tensor.verification import verification_of, watch_frozen
-from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.fingerprint import fingerprint
@@ -116,8 +115,7 @@ def tensor_parallel(
     grid = current()
     cuts: dict[str, dict[str, Cut]] = {}
     # Within parts.alone() one process stands for a part, and there is no other one to agree with.
-    is_alone = parts.is_alone()
-    with contextlib.nullcontext() if is_alone else errors_on_all("tensor_parallel"):
+    with contextlib.nullcontext() if grid.alone else errors_on_all("tensor_parallel"):
         chosen = {name: kind for name, kind in _chosen(model, recipe) if sequence or kind != "block"}
         if sequence and "block" not in chosen.values():
             raise ValueError(
@@ -129,7 +127,7 @@ def tensor_parallel(
             cuts.setdefault(_module_of(name, kind), {}).update(_cuts_of(name, module, kind, grid.tensor))
         _check_ties(model, cuts)
     # Nothing of the model has been changed yet: either all parts split it, or none does.
-    if grid.size > 1 and not is_alone:
+    if grid.size > 1 and not grid.alone:
         _check_equal(model, chosen)
     if grid.tensor == 1:
         return model
@@ -137,7 +135,7 @@ def tensor_parallel(
     kinds |= {name: kind for name, kind in chosen.items() if name in cuts}
     split_kinds = _with_regions(kinds)
     verification = None
-    if verify and not is_alone and not any(one.is_meta for one in model.parameters()):
+    if verify and not grid.alone and not any(one.is_meta for one in model.parameters()):
         verification = verification_of(model, lambda twin: _split(twin, split_kinds, cuts))
     _split(model, split_kinds, cuts)
     if verification is not None:
@@ -366,13 +364,11 @@ def _check_divides(where: str, what: str, size: int, parts: int) -> None:
 
 def _check_equal(model: nn.Module, kinds: Mapping[str, str]) -> None:
     """Raises ValueError on all parts where one has another recipe or model. Collective."""
-    grid = current()
     digests = {
         name: (tuple(tensor.shape), 0 if tensor.is_meta else int(fingerprint(tensor)))
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    everyone = grid.gather_objects((dict(kinds), digests))
-    ours = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
+    ours = current().gather_objects((dict(kinds), digests), stages=False)
     first_recipe, first_weights = ours[0]
     for part, (recipe, weights) in enumerate(ours):
         if recipe != first_recipe:

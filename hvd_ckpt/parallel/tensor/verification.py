@@ -11,7 +11,7 @@ import contextvars
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,10 @@ from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.torch_private import disable_dynamo
 
-MESSAGE_BYTES = 1200
 WEIGHTS = 4  # memory of a verification, in that of the whole model's weights in float64
 
 Split = Callable[[nn.Module], None]
+T = TypeVar("T")
 
 
 class _Watched(NamedTuple):
@@ -91,8 +91,8 @@ class Verification:
         device = next((one.device for one in part.parameters()), torch.device("cpu"))
         if not _fits(self._whole, device):
             return False
-        prints = [fingerprint(tensor).cpu() for tensor in arguments.tensors]
-        if name == "" and len(set(_of_parts(fingerprint(torch.stack(prints)) if prints else 0))) > 1:
+        prints = [int(fingerprint(tensor)) for tensor in arguments.tensors]
+        if name == "" and any(other != prints for other in _of_parts(prints)):
             raise ValueError(
                 "tensor_parallel: the parts of a replica called the model with different arguments; give all parts of a replica "
                 "the same batch, that of hc.rank() of hc.size()"
@@ -153,7 +153,7 @@ class Verification:
 @disable_dynamo
 def _before_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     watched = _watched.get(module)  # None for a copy of a model
-    if watched is None or parts.is_alone() or is_undisturbed() or current().tensor == 1:
+    if watched is None or current().alone or is_undisturbed() or current().tensor == 1:
         return
     if any(one.is_meta for one in (*Arguments((args, kwargs)).tensors, *module.parameters())):
         return
@@ -236,12 +236,8 @@ def _agree_on_frozen(module: nn.Module) -> None:
 
 def _raise_together(problem: str) -> None:
     """Raises ValueError on all parts if one has a problem. Collective over the parts."""
-    content = problem.encode()[:MESSAGE_BYTES]
-    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    message[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-    for part, row in enumerate(parts.gather(message)):
-        if row[0]:
-            text = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+    for part, text in enumerate(_of_parts(problem)):
+        if text:
             raise ValueError(problem or f"{text} (on part {part})")
 
 
@@ -259,6 +255,6 @@ def _fits(whole: nn.Module, device: torch.device) -> bool:
     return False
 
 
-def _of_parts(number: Tensor | int) -> list[int]:
-    """The number of each part. Collective over the parts."""
-    return [int(row) for row in parts.gather(torch.as_tensor(number))]
+def _of_parts(value: T) -> list[T]:
+    """The value of each part. Collective over the parts."""
+    return current().gather_objects(value, stages=False)
