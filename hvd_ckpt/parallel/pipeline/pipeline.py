@@ -17,11 +17,9 @@ from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.execution import (
     FIRST_TAG as EXECUTION_TAG,
-    Chunk,
+    Chunks,
     Execution,
     MicroBatch,
-    PassOptions,
-    RankChunks,
     Recorder,
 )
 from hvd_ckpt.parallel.pipeline.microbatch import (
@@ -37,14 +35,11 @@ from hvd_ckpt.parallel.pipeline.microbatch import (
 from hvd_ckpt.parallel.pipeline.random_state import draw_key, seed_each
 from hvd_ckpt.parallel.pipeline.schedule import (
     FORWARD,
-    Edge,
     Schedule,
-    chain_edges,
     followed_at_once,
     make_schedule,
     virtual_stages_of,
 )
-from hvd_ckpt.parallel.pipeline.skip import find_skips
 from hvd_ckpt.parallel.pipeline.tied import find_apart, find_tied, summed_over_stages, unchanged
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.planning.plan import Plan
@@ -137,10 +132,10 @@ class Pipeline(nn.Module):
         check({"balance of Pipeline": balance, "sample": sample})
         costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
-            names, blocks, crossing = self._lay_out(model, plan, given, costs)
+            names, blocks = self._lay_out(model, plan, given, costs)
         # Before any weight is freed: an error here leaves the whole model to the caller.
-        self._check_equal(model, crossing)
-        kept = {number for chunk in self._rank.chunks.values() for number in chunk.own}
+        self._check_equal(model)
+        kept = {number for number, chunk in enumerate(self._chunks.chunk_of) if chunk in self._chunks.own}
         # In the order of the model, also with several chunks on this rank:
         # parameters(), and so the reducer's buckets, have that order.
         for number in sorted(kept):
@@ -154,11 +149,11 @@ class Pipeline(nn.Module):
 
     def _lay_out(
         self, model: nn.Sequential, plan: Plan | None, given: dict[str, Any], costs: Sequence[float] | None
-    ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge]]:
+    ) -> tuple[Sequence[str], Sequence[nn.Module]]:
         """Checks the arguments and lays out chunks and schedule.
 
         Returns:
-            Names of all blocks, the blocks, and the edges of skip connections.
+            Names of all blocks, and the blocks.
         """
         if not isinstance(model, nn.Sequential) or type(model).forward not in (
             nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
@@ -182,23 +177,11 @@ class Pipeline(nn.Module):
             balance = balance_costs(costs or block_bytes(blocks), parts)
         self.balance = check_balance(balance, len(blocks), parts)
         self.micro_batches, self.schedule, self.checkpoint = chunks, schedule, checkpoint
-        chunk_of = [part for part, length in enumerate(self.balance) for _ in range(length)]
-        skips = find_skips(blocks)
-        targets = [chunk_of[skip.target] for skip in skips]
-        crossing = [Edge(chunk_of[skip.source], chunk_of[skip.target]) for skip in skips]
         self._virtual, self._grid = virtual, grid
-        self._transport = Transport(grid) if grid.stages > 1 else None
-        self._rank = RankChunks(
-            chunks={
-                part: Chunk(blocks, self.balance, part, skips, targets)
-                for part in range(grid.stage, parts, grid.stages)
-            },
-            count=parts,
-            edges=chain_edges(parts, [edge for edge in crossing if edge.source != edge.target]),
-            transport=self._transport,
-            prepare=model.prepare if isinstance(model, Chain) else lambda *inputs, **shared: (inputs, shared),
-            planned=planned is not None,
-        )
+        self._transport = Transport(grid)
+        prepare = model.prepare if isinstance(model, Chain) else lambda *inputs, **shared: (inputs, shared)
+        self._chunks = Chunks(blocks, self.balance, self._transport, prepare, planned is not None)
+        chunk_of = self._chunks.chunk_of
         self._schedules: dict[int, Schedule] = {}
         # Made for its checks: a schedule that is impossible is an error here, on all ranks, and not in the first step.
         self._schedule_for(chunks)
@@ -208,9 +191,9 @@ class Pipeline(nn.Module):
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
         self._tied = [tie for tie in tied if grid.stage in tie.stages]
-        self._apart = find_apart(blocks, names, chunk_of, self._rank.chunks)
+        self._apart = find_apart(blocks, names, chunk_of, self._chunks.own)
         seed_each(list(blocks))
-        return names, blocks, crossing
+        return names, blocks
 
     def accumulate(
         self,
@@ -250,12 +233,13 @@ class Pipeline(nn.Module):
             parts = split_batch(batch, self.micro_batches)
             terms = [terms_of(part, weight) for part in parts]
             micro_batches = self._micro_batches(parts, terms)
-            last = self._rank.count - 1 in self._rank.chunks
+            last = self._chunks.count - 1 in self._chunks.own
             # Only the last stage has losses to weight, and its replicas
             # are a Horovod world of their own: other stages take no part.
             total = TotalTerms(math.fsum(terms), across_ranks) if last else None
-            options = PassOptions(loss_fn, total, backward, forward_context)
-            execution = Execution(self._rank, micro_batches, options, self.recorder)
+            execution = Execution(
+                self._chunks, micro_batches, self.recorder, loss_fn, total, backward, forward_context
+            )
             # The sum comes after all backward passes, and before the reduction.
             with summed_over_stages(self._tied, self._transport, TIED_TAG):
                 try:
@@ -276,7 +260,7 @@ class Pipeline(nn.Module):
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
             micro_batches = self._micro_batches(parts, [1.0] * len(parts))
-            execution = Execution(self._rank, micro_batches, PassOptions(), self.recorder)
+            execution = Execution(self._chunks, micro_batches, self.recorder)
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
@@ -290,7 +274,7 @@ class Pipeline(nn.Module):
     @property
     def sent_bytes(self) -> int:
         """Bytes that this process has sent to other stages since the model was made."""
-        return 0 if self._transport is None else self._transport.sent_bytes
+        return self._transport.sent_bytes
 
     def extra_repr(self) -> str:
         return (
@@ -303,7 +287,7 @@ class Pipeline(nn.Module):
     def _schedule_for(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = make_schedule(
-                self.schedule, self._grid.stages, micro_batches, self._virtual, self._rank.edges
+                self.schedule, self._grid.stages, micro_batches, self._virtual, self._chunks.edges
             )
         return self._schedules[micro_batches]
 
@@ -313,7 +297,7 @@ class Pipeline(nn.Module):
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
         """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
-        own = set(self._rank.chunks)
+        own = set(self._chunks.own)
         if self.checkpoint != "auto":
             kept = [keeps_activations(self.checkpoint, index == count - 1) for index in range(count)]
             return [own if keeps else set() for keeps in kept]
@@ -327,10 +311,8 @@ class Pipeline(nn.Module):
         # Stage 0 sends its keys, and the others compare them with their own. All stages must draw, so that their generators stay
         # equal.
         keys = [draw_key() if self.training else None for _ in range(count)]
-        if self._transport is None:
-            return keys
         stages = self._grid.stages
-        between = [(edge.source % stages, edge.target % stages) for edge in self._rank.edges]
+        between = [(edge.source % stages, edge.target % stages) for edge in self._chunks.edges]
         between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
         if self._grid.stage == 0:
@@ -352,14 +334,13 @@ class Pipeline(nn.Module):
 
     def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
         """The loss, which the last stage sends to the others."""
-        if self._transport is not None:
-            last = self._grid.stages - 1
-            if self._grid.stage != last:
-                return self._transport.receive(self._grid.process(last), LOSS_TAG, "the loss").tensors[0]
-            for stage in range(last):
-                self._transport.send(loss, self._grid.process(stage), LOSS_TAG)
-            self._transport.flush()
+        last = self._grid.stages - 1
+        if self._grid.stage != last:
+            return self._transport.receive(self._grid.process(last), LOSS_TAG, "the loss").tensors[0]
         assert loss is not None
+        for stage in range(last):
+            self._transport.send(loss, self._grid.process(stage), LOSS_TAG)
+        self._transport.flush()
         return loss
 
     @contextlib.contextmanager
@@ -373,25 +354,24 @@ class Pipeline(nn.Module):
         except BaseException as error:
             # Messages of this step may still arrive, under tags that the next step would use. So the pipeline cannot be used again.
             self._failed = f"{type(error).__name__}: {error}"
-            if self._transport is not None and not isinstance(error, StageFailed):
+            if not isinstance(error, StageFailed):
                 self._transport.fail(error)
             raise
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _check_equal(self, model: nn.Module, crossing: Sequence[Edge]) -> None:
+    def _check_equal(self, model: nn.Module) -> None:
         """Raises ValueError on every rank unless all stages have the same model, cuts and values of shared parameters."""
         shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
         facts: dict[str, Any] = {
             "cuts": (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual),
-            "models": (shapes, crossing),
+            "models": (shapes, self._chunks.skips),
         }
         for tie in self._tied:
             whole = tie.parameter
             facts[f"values of '{tie.name}'"] = 0 if whole.is_meta else int(fingerprint(whole))
         known: dict[str, tuple[int, Any]] = {}
-        stages = self._grid.gather_objects(facts)[self._grid.part :: self._grid.tensor]
-        for stage, theirs in enumerate(stages):
+        for stage, theirs in enumerate(self._grid.gather_objects(facts, parts=False)):
             for what, fact in theirs.items():
                 first, expected = known.setdefault(what, (stage, fact))
                 if fact != expected:

@@ -109,7 +109,7 @@ def _prints_of(module: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def summed_over_stages(tied: Sequence[Tied], transport: Transport | None, tag: int) -> Iterator[None]:
+def summed_over_stages(tied: Sequence[Tied], transport: Transport, tag: int) -> Iterator[None]:
     """A context around the backward passes of a step, after which each copy of a parameter has the sum of all gradients of it.
 
     The reducer counts the sum as one more accumulation. Collective over the stages of a replica, and over all ranks with more than
@@ -128,7 +128,6 @@ def summed_over_stages(tied: Sequence[Tied], transport: Transport | None, tag: i
     yield
     if not tied:
         return
-    assert transport is not None
     grid = transport.grid
     exchanges = [_fixed_order(tie.parameter) for tie in tied]
     parts = [

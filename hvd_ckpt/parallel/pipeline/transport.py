@@ -104,15 +104,8 @@ class _Arriving(NamedTuple):
             request.wait(awaited)
 
 
-class _Expected(NamedTuple):
-    """A message that has not arrived yet: its length, and its tensors if their memory was posted ahead."""
-
-    length: _Request
-    arriving: _Arriving | None
-
-
 class Transport:
-    """Messages of this process to and from the others.
+    """Messages of this process to and from the others, and between parts of a model that are on this one.
 
     Args:
         grid: the grid of :func:`hvd_ckpt.processes.grid.current`.
@@ -123,16 +116,17 @@ class Transport:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        assert grid.link is not None
-        self._link = grid.link
+        self._link: Any = grid.link
         self.sent_bytes = 0
+        self._here: dict[int, Received] = {}  # by tag, for this process itself
         self._device_link = self._to_open = grid.stage_link
         self._early: dict[tuple[int, int], deque[_Arriving]] = defaultdict(deque)
         self._passes: deque[Any] = deque()
         # By process and tag, the last header, and whether the last message repeated it.
         self._sent: dict[tuple[int, int], tuple[bytes, bool]] = {}
         self._received: dict[tuple[int, int], tuple[bytes, bool]] = {}
-        self._expected: dict[tuple[int, int], _Expected] = {}
+        # Messages that have not arrived yet: the length, and the tensors if their memory was posted ahead.
+        self._expected: dict[tuple[int, int], tuple[_Request, _Arriving | None]] = {}
         self._sending: list[_Request] = []
 
     def open_lanes(self, between: Iterable[tuple[int, int]], tensors: Iterable[Tensor]) -> None:
@@ -164,6 +158,11 @@ class Transport:
             Its tensors, in the order of the receiver.
         """
         structure, tensors = take_apart(value)
+        if to == self.grid.number:
+            # The graph is cut all the same, so that each part of the model has a backward pass of its own.
+            copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            self._here[tag] = Received(put_together(structure, copies), copies)
+            return tensors
         whole = [_lying_dense(tensor) for tensor in tensors]
         metas = [
             Meta(tuple(dense.shape), dense.stride(), dense.dtype, tensor.requires_grad, dense.device.type)
@@ -192,12 +191,13 @@ class Transport:
 
     def expect(self, source: int, tag: int) -> None:
         """Posts the receives of a value for which :meth:`receive` will wait."""
-        if (source, tag) not in self._expected and self._lane(source, self.grid.number) is None:
+        own = self.grid.number
+        if source != own and (source, tag) not in self._expected and self._lane(source, own) is None:
             length = torch.empty(1, dtype=torch.int64)
             request = self._begin(self._link, length, source, tag)
             header, repeated = self._received.get((source, tag), (b"", False))
             arriving = self._receive_tensors(header, source, tag) if repeated else None
-            self._expected[source, tag] = _Expected(request, arriving)
+            self._expected[source, tag] = request, arriving
 
     def receive(self, source: int, tag: int, what: str) -> Received:
         """Waits for a value.
@@ -208,16 +208,17 @@ class Transport:
         Raises:
             StageFailed: the sender, or over MPI any other process, has failed.
         """
+        if source == self.grid.number:
+            return self._here.pop(tag)
         awaited = f"{what} from {self.grid.name(source)}"
         if self._lane(source, self.grid.number) is not None:
             while not self._early[source, tag]:
                 self._receive_announced(source, awaited)
             return _arrived(self._early[source, tag].popleft(), awaited)
         self.expect(source, tag)
-        expected = self._expected.pop((source, tag))
-        expected.length.wait(awaited)
-        size, arriving = int(expected.length.memory.item()), expected.arriving
-        if size:
+        length, arriving = self._expected.pop((source, tag))
+        length.wait(awaited)
+        if size := int(length.memory.item()):
             if arriving is not None:  # filler
                 arriving.wait(awaited)
             header, arriving = self._header(size, source, tag, awaited), None
@@ -286,8 +287,9 @@ class Transport:
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes that the link reaches that this one has failed."""
-        with contextlib.suppress(Exception):
-            self._link.fail(f"{type(error).__name__}: {error}")
+        if self._link is not None:
+            with contextlib.suppress(Exception):
+                self._link.fail(f"{type(error).__name__}: {error}")
 
     def _start(self, tensor: Tensor, to: int, tag: int, link: Any = None) -> None:
         self.sent_bytes += tensor.nbytes
