@@ -141,11 +141,8 @@ from hvd_ckpt.processes.grid import (
     rank as rank,
     size as size,
 )
-from hvd_ckpt.processes.runtime import (
-    controller as controller,
-    init as init,
-    mpi_communicator as mpi_communicator,
-)
+from hvd_ckpt.processes.mpi import mpi_communicator as mpi_communicator
+from hvd_ckpt.processes.runtime import controller as controller, init as init
 from hvd_ckpt.recompute import (
     CheckpointFunction as CheckpointFunction,
     CheckpointSequential as CheckpointSequential,

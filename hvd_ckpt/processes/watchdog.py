@@ -26,18 +26,19 @@ from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import horovod
 import horovod.torch as hvd
-import psutil
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.processes.grid import host_name
-from hvd_ckpt.processes.hosts import Peer, diagnose, lost
-from hvd_ckpt.processes.launchers import has_broken, is_elastic, launched_rank, launcher_chain
+from hvd_ckpt.processes.grid import current, host_name
+from hvd_ckpt.processes.launchers import is_elastic, launched_rank
 from hvd_ckpt.utils.waits import awaited_in, looks
+
+if TYPE_CHECKING:
+    from hvd_ckpt.processes.hosts import Peer
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -49,38 +50,36 @@ _LIBRARIES = tuple(
 
 
 class Wait(NamedTuple):
-    """Since when a thread has been waiting, on the watchdog's clock, for what, where the stack does not tell, and the seconds that
-    it may last whatever the limit is."""
+    """A wait of a thread.
+
+    Attributes:
+        since: when it began, on the watchdog's clock.
+        what: what is waited for, where the stack does not tell.
+        least: seconds that it may last whatever the limit is.
+        until: when it is over by itself.
+    """
 
     since: float
     what: str = ""
     least: float = 0.0
-
-
-class Poll(NamedTuple):
-    """A handle that was not done when it was polled: by which thread, first when, last when."""
-
-    thread: int
-    first: float
-    last: float
+    thread: int = 0
+    until: float = math.inf
 
 
 @dataclass
 class Watchdog:
     """The waits of this process and the thread that watches them; one per process."""
 
-    # Written by the threads that wait and read by the watchdog's, without a lock:
-    # each entry is one object, and the watchdog iterates over copies.
-    waits: dict[int, Wait] = field(default_factory=dict)  # by thread
-    polls: dict[int, Poll] = field(default_factory=dict)  # by Horovod's handle
-    announced: dict[int, float] = field(default_factory=dict)  # by thread, when the last announced wait began
+    # Written by the threads that wait and read by the watchdog's, without a lock: each entry is one object, and the watchdog
+    # iterates over copies. By thread, and by Horovod's handle for one that is polled, with a minus.
+    waits: dict[int, Wait] = field(default_factory=dict)
+    announced: dict[Any, float] = field(default_factory=dict)  # when the last announced wait began
     unlimited: set[int] = field(default_factory=set)  # threads whose waits may last
     timeout: float | None = None  # seconds a wait may last; None without a limit
     peers: list[Peer] = field(default_factory=list)  # all ranks, once they have met
     own: Peer | None = None  # this rank, likewise
     # Each is called every second, and gives what is waited for without a thread that waits.
     looks: Sequence[Callable[[], Wait | None]] = ()
-    ancestors: list[psutil.Process] = field(default_factory=list)  # up to the launcher, to end with it
     stopped: float = 0.0  # seconds this process has been stopped for; the clock leaves them out
     thread: threading.Thread | None = None
     installed: bool = False
@@ -102,46 +101,41 @@ class Watchdog:
             if now - before > 2 * TICK_SECONDS:
                 self.stopped += now - before - TICK_SECONDS
             before = now
-            if has_broken(self.ancestors):
-                end(f"{who()}: the launcher that started it has gone, so it ends too")
             self._announce()
-            late = self._late()
-            if late is not None:
-                thread, wait = late
-                what, seconds = wait.what or _waited_for(thread), self.now() - wait.since
+            wait = self._late()
+            if wait is not None:
+                from hvd_ckpt.processes.hosts import Peer, diagnose  # loaded with the limit
+
+                what, seconds = wait.what or _waited_for(wait.thread), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
                 finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
                 if self._late() is not None:
                     end(f"{who()}: waited {seconds:.0f} s for {what}; {finding}")
 
-    def _late(self) -> tuple[int, Wait] | None:
-        """A thread whose wait has lasted too long, and that wait."""
+    def _late(self) -> Wait | None:
+        """A wait that has lasted too long."""
         if self.timeout is None:
             return None
         waits, now = self._longer_than(self.timeout), self.now()
-        return next((late for late in waits if now - late[1].since > late[1].least), None)
+        return next((wait for _, wait in waits if now - wait.since > wait.least), None)
 
-    def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
-        """Threads whose waits have lasted longer, and these waits; of :attr:`looks`, numbers below that of any thread."""
+    def _longer_than(self, seconds: float) -> Iterator[tuple[Any, Wait]]:
+        """Waits that have lasted longer, each with a key of its own."""
         now = self.now()
-        waits = list(self.waits.items())
-        waits += [
-            (poll.thread, Wait(poll.first))
-            for poll in list(self.polls.values())
-            if now - poll.last < POLL_LOOP_SECONDS
-        ]
-        looked = [look() for look in self.looks]
-        waits += [(-1 - number, wait) for number, wait in enumerate(looked) if wait and not self.unlimited]
-        for thread, wait in waits:
-            if now - wait.since > seconds and thread not in self.unlimited:
-                yield thread, wait
+        waits: dict[Any, Wait] = dict(self.waits)
+        for look in self.looks:
+            if (looked := look()) is not None and not self.unlimited:
+                waits[look] = looked
+        for key, wait in waits.items():
+            if now - wait.since > seconds and now < wait.until and wait.thread not in self.unlimited:
+                yield key, wait
 
     def _announce(self) -> None:
         """Says what is waited for, once for each wait."""
         soon = NOTICE_SECONDS if self.timeout is None else min(NOTICE_SECONDS, self.timeout / 2)
-        for thread, wait in self._longer_than(soon):
-            if self.announced.get(thread) != wait.since:
-                self.announced[thread] = wait.since
+        for key, wait in self._longer_than(soon):
+            if self.announced.get(key) != wait.since:
+                self.announced[key] = wait.since
                 limit = (
                     "hvd_ckpt.init(stall_timeout=...) limits it"
                     if self.timeout is None
@@ -149,7 +143,7 @@ class Watchdog:
                 )
                 _say_in_background(
                     f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for "
-                    f"{wait.what or _waited_for(thread)}; {limit}"
+                    f"{wait.what or _waited_for(wait.thread)}; {limit}"
                 )
 
 
@@ -177,6 +171,8 @@ def watch(seconds: float | None = None) -> None:
     """
     if seconds is not None:
         check_timeout(seconds)
+        import hvd_ckpt.processes.hosts  # noqa: F401  # here, as the file system may be what a later wait is for
+
         _dog.timeout = None if math.isinf(seconds) else float(seconds)
     if not _dog.installed:
         _install()
@@ -209,7 +205,7 @@ def waiting(what: str = "", least: float = 0.0) -> Iterator[None]:
     """
     thread = threading.get_ident()
     around = _dog.waits.get(thread)
-    _dog.waits[thread] = Wait(_dog.now(), what, least)
+    _dog.waits[thread] = Wait(_dog.now(), what, least, thread)
     try:
         yield
     finally:
@@ -230,16 +226,16 @@ def look_every_second(*looks: Callable[[], Wait | None]) -> None:
 
 def introduce(peers: Sequence[Peer], rank: int) -> None:
     """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
+    from hvd_ckpt.processes.hosts import Peer
+
     _dog.peers, _dog.own = list(peers), peers[rank] if peers else Peer.here(rank)
 
 
 def who() -> str:
-    """This process in words: its rank, in the whole job where ranks have met, and its host."""
+    """This process in words: its rank in the whole job, and its host."""
     rank = launched_rank()
-    if _dog.own is not None:
-        rank = _dog.own.rank
-    elif hvd.is_initialized():
-        rank = hvd.rank()
+    with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
+        rank = current().number if hvd.is_initialized() else rank
     return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 
@@ -247,33 +243,21 @@ def _meet() -> None:
     """Tells all ranks where each one runs, for the message, unless they know; collective. Without it no host can be named."""
     if _dog.timeout is None or _dog.peers or not hvd.is_initialized():
         return
+    from hvd_ckpt.processes.hosts import Peer
+
     _dog.own = Peer.here(hvd.rank())
-    with contextlib.suppress(
-        hvd.HorovodInternalError
-    ):  # of use to nobody yet; the next collective raises it again
+    # An error is of use to nobody yet; the next collective raises it again.
+    with contextlib.suppress(hvd.HorovodInternalError):
         _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.processes.hosts")
 
 
 def lost_hosts() -> str:
     """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
-    return "" if _dog.own is None else lost(_dog.peers, _dog.own)
+    if _dog.own is None:
+        return ""
+    from hvd_ckpt.processes.hosts import lost
 
-
-def end_with_parent() -> bool:
-    """Ends this process, within seconds, when the launcher that started it goes; meant for commands that run as ranks.
-
-    ``horovodrun --gloo`` and ``mpirun`` take their ranks with them even when they are killed with SIGKILL. ``horovodrun --mpi``
-    does not: it turns itself into a shell that waits for ``mpirun``, and killing that leaves ``mpirun`` and its ranks running;
-    nor does an ssh connection that ends. This looks once a second whether one of the processes from this one up to the launcher
-    (or, where ssh brought it here, ssh's daemon) has lost its parent.
-
-    Returns:
-        True if there is a launcher above this process; False if it was started some other way, and nothing is done.
-    """
-    _dog.ancestors = launcher_chain(os.getpid()) if launched_rank() is not None else []
-    if _dog.ancestors:
-        _dog.start()
-    return bool(_dog.ancestors)
+    return lost(_dog.peers, _dog.own)
 
 
 def end(line: str) -> NoReturn:
@@ -311,7 +295,9 @@ def _install() -> None:
         _meet()
 
     def shutdown() -> None:
-        _dog.polls.clear()
+        for key in list(_dog.waits):
+            if key < 0:
+                del _dog.waits[key]
         with waiting("Horovod to end"):
             stop()
         _dog.peers, _dog.own = [], None
@@ -319,15 +305,15 @@ def _install() -> None:
     def look(handle: int) -> Any:
         done, now = poll(handle), _dog.now()
         # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
-        thread, first, _ = _dog.polls.pop(handle, (threading.get_ident(), now, now))
+        wait = _dog.waits.pop(~handle, None) or Wait(now, thread=threading.get_ident())
         if not done:
-            _dog.polls[handle] = Poll(thread, first, now)
+            _dog.waits[~handle] = wait._replace(until=now + POLL_LOOP_SECONDS)
         return done
 
     clear = library.horovod_torch_wait_and_clear
 
     def wait_and_clear(handle: int) -> None:
-        _dog.polls.pop(handle, None)
+        _dog.waits.pop(~handle, None)
         with waiting():
             # Horovod's own looks without a pause, on a core that the thread which does the work may need.
             for _ in looks(handle, library):

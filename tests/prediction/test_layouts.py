@@ -31,7 +31,7 @@ from hvd_ckpt.prediction.layouts import Job, nbytes_of
 from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
-from hvd_ckpt.processes import runtime, watchdog
+from hvd_ckpt.processes import ancestry, runtime, watchdog
 
 pytestmark = pytest.mark.usefixtures("quick_planner")
 
@@ -426,7 +426,7 @@ def test_a_layout_ends_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(ending, "exit_now", ended)
     monkeypatch.setattr(watchdog, "watch", watched.append)
-    monkeypatch.setattr(watchdog, "end_with_parent", lambda: watched.append(None))
+    monkeypatch.setattr(ancestry, "end_with_parent", lambda: watched.append(None))
     monkeypatch.setattr("hvd_ckpt.app.cli.layout.job_of", interrupted)
     given = ["--model", "gpt-tiny", "--batch", "2", "--memory", "1GiB", "--stall-timeout", "77"]
     result = CliRunner().invoke(command, given)

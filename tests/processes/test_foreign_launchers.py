@@ -177,7 +177,7 @@ def test_places_of_ranks_where_hosts_have_different_numbers() -> None:
 SHARING = """
 print("started", flush=True)
 input()
-from hvd_ckpt.processes.launchers import ranks_sharing_cpus
+from hvd_ckpt.processes.ancestry import ranks_sharing_cpus
 print(ranks_sharing_cpus({}), flush=True)
 input()
 """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from forked import Case, Result, run_forked
 
-from hvd_ckpt.processes import runtime
+from hvd_ckpt.processes import probe, runtime
 
 IMPORTS = """
 import json, os, sys, warnings
@@ -38,7 +38,7 @@ for question in questions:
         report["errors"].append(str(error))
 torch.set_num_threads(100)
 if "SHARING" in os.environ:
-    runtime.allowed_cpus, runtime.ranks_sharing_cpus = lambda: 8, lambda ranks: ranks * int(os.environ["SHARING"])
+    runtime.allowed_cpus, runtime._sharing = lambda: 8, lambda ranks: ranks * int(os.environ["SHARING"])
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     hc.init()
@@ -153,7 +153,7 @@ def test_ranks_that_share_cpus_wait_quietly(
         return {name: value for name, value in os.environ.items() if name != variable}
 
     monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
-    monkeypatch.setattr(runtime, "ranks_sharing_cpus", lambda ranks: sharing)
+    monkeypatch.setattr(runtime, "_sharing", lambda ranks: sharing)
     quiet = {"HOROVOD_CYCLE_TIME": cycle, "OMPI_MCA_mpi_yield_when_idle": "1"}
     assert defaults() == (quiet if cycle else {})
     chosen = {"HOROVOD_CYCLE_TIME": "2", "OMPI_MCA_mpi_yield_when_idle": "0"}
@@ -162,9 +162,9 @@ def test_ranks_that_share_cpus_wait_quietly(
 
 
 def test_what_horovod_was_built_with() -> None:
-    build = runtime.horovod_build()
+    build = probe.horovod_build()
     assert build["version"] == "0.28.1"
     assert build["gloo"] is True
     assert set(build) == {"version", "mpi", "gloo", "cuda", "nccl", "rocm"}
-    versions = [runtime._nccl_version(code) for code in (21903, 2708, 22903)]
+    versions = [probe._nccl_version(code) for code in (21903, 2708, 22903)]
     assert versions == ["2.19.3", "2.7.8", "2.29.3"]

@@ -23,7 +23,7 @@ if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
     sys.exit(77)
 if libc.prctl(SECCOMP, 2, ctypes.byref(Filter(len(rules), ctypes.addressof(program))), 0, 0):
     sys.exit(77)
-from hvd_ckpt.processes.launchers import SINGLE_COPY, set_single_copy
+from hvd_ckpt.processes.mpi import SINGLE_COPY, set_single_copy
 for environment in ({}, {SINGLE_COPY: "cma"}):
     set_single_copy(environment)
     print(environment[SINGLE_COPY])

@@ -17,8 +17,9 @@ import pytest
 from forked import Case, Result, run_forked
 
 from hvd_ckpt.processes import hosts, watchdog
+from hvd_ckpt.processes.ancestry import has_broken, launcher_chain
 from hvd_ckpt.processes.hosts import Peer
-from hvd_ckpt.processes.launchers import RANK_VARIABLES, has_broken, launcher_chain
+from hvd_ckpt.processes.launchers import RANK_VARIABLES
 from hvd_ckpt.utils.text import ranks_text
 
 
@@ -33,6 +34,7 @@ import threading, time, torch
 from horovod.torch import mpi_ops
 import hvd_ckpt as hc
 from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.ancestry import end_with_parent
 watchdog.TICK_SECONDS = 0.2
 hc.init
 """
@@ -45,6 +47,17 @@ with watchdog.unlimited():
     watchdog.waiting("work")(time.sleep)(1)
 watchdog.waiting("another one")(time.sleep)(1.5)
 """,
+    "several": """
+poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
+mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: poll(handle) if handle not in lost else 0
+watchdog.NOTICE_SECONDS = 0.5
+hc.init()
+lost += [hc.allreduce_async(torch.ones(2), name=name) for name in "ab"]
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    [hc.poll(handle) for handle in lost]
+    time.sleep(0.01)
+""",
     "restarted": """
 hc.init()
 assert threading.active_count() == 2 and watchdog._dog.timeout is None
@@ -52,7 +65,7 @@ try:
     hc.init(stall_timeout=0)
 except ValueError as error:
     assert "not 0" in str(error)
-assert not watchdog.end_with_parent()  # no launcher
+assert not end_with_parent()  # no launcher
 assert threading.active_count() == 2
 hc.init(stall_timeout=60)
 for _ in range(2):
@@ -64,7 +77,7 @@ handle = hc.allreduce_async(torch.ones(2), name="y")
 while not hc.poll(handle):
     time.sleep(0.001)
 hc.synchronize(handle)
-assert not watchdog._dog.waits and not watchdog._dog.polls
+assert not watchdog._dog.waits
 assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
 hc.init(stall_timeout=1)
 print("waits", flush=True)
@@ -95,6 +108,12 @@ def test_a_long_wait_without_a_limit_is_announced_once(results: dict[str, Result
     assert results["announced"].returncode == 0, said
     announced = re.findall(r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", said)
     assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], said
+
+
+def test_of_several_handles_that_are_polled_each_is_announced_once(results: dict[str, Result]) -> None:
+    said = results["several"].stderr
+    assert results["several"].returncode == 0, said
+    assert said.count("for a collective at <string>") == 2, said
 
 
 @pytest.mark.parametrize(

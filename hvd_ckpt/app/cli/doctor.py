@@ -23,7 +23,7 @@ import click
 from hvd_ckpt.app.install.build_horovod import failure_of_last_build, missing_prerequisites
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
-from hvd_ckpt.processes.probe import OPERATIONS, ProbeResult, probe
+from hvd_ckpt.processes.probe import OPERATIONS, ProbeResult, horovod_build, probe
 from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line, installed_version
 from hvd_ckpt.utils.folders import cache_folder, make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
@@ -136,9 +136,7 @@ def horovod_facts() -> Facts:
         return {"error": f"Horovod is not installed: {BUILD_HOROVOD}."}
     facts: Facts = {"version": installed_version("horovod")}
     try:
-        from hvd_ckpt.processes import runtime
-
-        facts.update(runtime.horovod_build())
+        facts.update(horovod_build())
     except Exception as error:
         text = explain_import_error(error) if isinstance(error, ImportError) else None
         facts["error"] = text or f"Horovod does not load ({first_line(error)}): {BUILD_HOROVOD}."

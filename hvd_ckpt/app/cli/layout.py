@@ -103,7 +103,7 @@ class Settings(Strict):
 
 def _layout(config: Config, asked: Settings) -> None:
     from hvd_ckpt.app.training.ending import exit_handler
-    from hvd_ckpt.processes import watchdog
+    from hvd_ckpt.processes import ancestry, watchdog
 
     if asked.batch is None and click.get_current_context().params["file"] is None:
         raise BadArgument("--batch is missing: give it, or a FILE with settings of `hvd-ckpt train`")
@@ -118,7 +118,7 @@ def _layout(config: Config, asked: Settings) -> None:
     tried: list[tuple[LayoutRow, Trial | str]] = []
     with exit_handler():
         # A launcher that is killed leaves its ranks behind.
-        watchdog.end_with_parent()
+        ancestry.end_with_parent()
         watchdog.watch(config.stall_timeout)
         with saying("layout") as say, config_errors():
             job = job_of(config, batch, asked.memory, asked if asked.ranks else None, say)

@@ -37,14 +37,14 @@ def run(config: Config) -> None:
     from hvd_ckpt.app.training.ending import exit_handler, exit_now
     from hvd_ckpt.app.training.summary import DryRun
     from hvd_ckpt.collectives.agreement import of_first_process
-    from hvd_ckpt.processes import runtime, watchdog
+    from hvd_ckpt.processes import ancestry, runtime
     from hvd_ckpt.processes.grid import current
     from hvd_ckpt.processes.stopping import in_words, status_of
     from hvd_ckpt.snapshots.folder import name_of
 
     with exit_handler():
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
-        watchdog.end_with_parent()
+        ancestry.end_with_parent()
         # Each group of ranks is a process set, which Horovod must be told before it starts.
         if config.shard.within is not None or (config.local is not None and config.local.within is not None):
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.processes.watchdog import end_with_parent
+from hvd_ckpt.processes.ancestry import end_with_parent
 
 CASE = sys.argv[1]
 AT_STEP = (

@@ -64,11 +64,11 @@ def numbers_of(what: str) -> BeforeValidator:
 
 def _controller(name: str) -> str:
     """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI."""
-    from hvd_ckpt.processes import runtime
+    from hvd_ckpt.processes.probe import horovod_build
 
     if name not in ("auto", *CONTROLLERS):
         raise ValueError(f"'{name}' is not one of auto, {', '.join(CONTROLLERS)}")
-    build = runtime.horovod_build()
+    build = horovod_build()
     if name == "auto":
         name = "gloo" if build["gloo"] else "mpi"
     if not build[name]:
