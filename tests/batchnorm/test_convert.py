@@ -26,13 +26,8 @@ class WithActivation(nn.BatchNorm2d):
 
 
 KINDS: list[Any] = [
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    hvd.SyncBatchNorm,
-    Elsewhere,
-]
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, hvd.SyncBatchNorm, Elsewhere,
+]  # fmt: skip
 CONVERSIONS = [
     *((hc.SyncBatchNorm, kind) for kind in KINDS),
     *((hc.DeferredBatchNorm, kind) for kind in KINDS[:3]),

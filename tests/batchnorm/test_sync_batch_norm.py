@@ -15,22 +15,15 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
+from ways import VARIANTS, Run, by_function, plainly, reentrant
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
-from hvd_ckpt.processes.runtime import init
-from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_recomputing
+from hvd_ckpt.recompute import checkpoint, is_recomputing
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 
-VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _horovod() -> None:
-    if not hvd.is_initialized():
-        init()
 
 
 @pytest.fixture
@@ -199,7 +192,7 @@ class Block(nn.Module):
         return self.other(self.second(self.norm(x.sin()))).tanh()
 
 
-def train(norm: Callable[..., nn.Module], call: Callable[[nn.Module, Tensor], Tensor], autocast: bool) -> Any:
+def train(norm: Callable[..., nn.Module], call: Run, autocast: bool) -> Any:
     torch.manual_seed(0)
     block = Block(norm)
     torch.manual_seed(1 + hvd.rank())
@@ -215,22 +208,7 @@ def train(norm: Callable[..., nn.Module], call: Callable[[nn.Module, Tensor], Te
 CALLS = 2 * 3  # two steps, three normalizations in each
 
 
-def plainly(block: nn.Module, x: Tensor) -> Tensor:
-    return block(x)
-
-
-def recomputed(use_reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
-    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
-
-
-NON_REENTRANT = recomputed(False)
-
-
-def with_parameters(block: nn.Module, x: Tensor) -> Tensor:
-    return CheckpointFunction.apply(block, 1, x, *block.parameters())
-
-
-def nested(outer: bool, inner: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+def nested(outer: bool, inner: bool) -> Run:
     def call(block: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(
             lambda x: checkpoint(block, x.sin().asin(), use_reentrant=inner).sin().asin(),
@@ -253,12 +231,10 @@ def no_communication_in_recomputation(counts: Counter[str]) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("call", "autocast"),
-    [(NON_REENTRANT, False), (NON_REENTRANT, True), (recomputed(True), True), (with_parameters, False)],
+    [(checkpoint, False), (checkpoint, True), (reentrant, True), (by_function, False)],
     ids=["non-reentrant", "non-reentrant-bfloat16", "reentrant-bfloat16", "CheckpointFunction"],
 )
-def test_recomputation_is_silent_and_exact(
-    call: Callable[[nn.Module, Tensor], Tensor], autocast: bool, collectives: Counter[str]
-) -> None:
+def test_recomputation_is_silent_and_exact(call: Run, autocast: bool, collectives: Counter[str]) -> None:
     with no_communication_in_recomputation(collectives):
         expected = train(SyncBatchNorm, plainly, autocast)
     with no_communication_in_recomputation(collectives):
@@ -266,7 +242,7 @@ def test_recomputation_is_silent_and_exact(
     # One norm is used twice: the reentrant variant adds up its gradients in another order.
     for one, other in zip(expected, found):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    exact = 0 if call is NON_REENTRANT else -len(list(Block(SyncBatchNorm).buffers()))
+    exact = 0 if call is checkpoint else -len(list(Block(SyncBatchNorm).buffers()))
     assert all(torch.equal(one, other) for one, other in zip(expected[exact:], found[exact:]))
 
 
@@ -278,13 +254,13 @@ def test_nested_recomputation_is_silent(outer: bool, inner: bool, collectives: C
 
 
 @VARIANTS
-def test_horovods_own_is_silent_too(use_reentrant: bool, collectives: Counter[str]) -> None:
+def test_horovods_own_is_silent_too(run: Run, collectives: Counter[str]) -> None:
     expected = train(SyncBatchNorm, plainly, False)
     blocks = []
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
         blocks.append(block)
-        return checkpoint(block, x, use_reentrant=use_reentrant)
+        return run(block, x)
 
     with no_communication_in_recomputation(collectives):
         found = train(HorovodOnCPU, call, False)
