@@ -17,16 +17,14 @@ _OWN = frozenset(
 )  # fmt: skip
 
 
-class _HandsOn:
+class _HandsOn(LightningOptimizer):
     """Methods and attributes are those of the optimizer, apart from those by which Lightning takes a step."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OWN or name.startswith("__"):
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_optimizer"), name)
+    # What isinstance() asks for. As its own class has none of the optimizer's methods, Lightning's ``__getattr__`` gives them.
+    __class__ = property(lambda self: type(self._optimizer))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name.startswith("__"):
+        if name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._optimizer, name, value)
@@ -55,5 +53,5 @@ def unwrapped(optimizer: Any) -> Any:
 
 def hand_on(wrapper: LightningOptimizer) -> None:
     """Has a wrapper hand everything on but steps."""
-    if not isinstance(wrapper, _HandsOn):
-        wrapper.__class__ = type(type(wrapper).__name__, (_HandsOn, type(wrapper)), {})
+    if type(wrapper) is not _HandsOn:
+        wrapper.__class__ = _HandsOn
