@@ -33,6 +33,7 @@ def check(program: Program) -> list[str]:
     last = steps.index(max(steps))
     prints = {fingerprint(own.items()) for (own, _), taken in zip(everyone, steps) if taken == steps[last]}
     failures = ["ranks differ"] if len(prints) > 1 else []
+    failures += [f"refused: {key}: {error}" for key, error in run.hand.refused.items()]
     parts = current().gather_objects(fingerprint(result.items()))
     failures += ["parts differ"] if len(set(parts)) > 1 else []
 

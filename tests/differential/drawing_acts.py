@@ -12,16 +12,8 @@ from programs import ELEMENTWISE, REENTRANT, Act, Block, Pass, Program, Segment,
 
 SIMPLE = ("linear", "linear", "deep", "norm", "dropout", "scale", "branch", "unused", "frozen")
 SIMPLE_RECOMPUTE = (
-    "keep",
-    "keep",
-    "hc",
-    "torch",
-    "sequential",
-    "module",
-    "hc_reentrant",
-    "torch_reentrant",
-    "function",
-)
+    "keep", "keep", "hc", "torch", "sequential", "module", "hc_reentrant", "torch_reentrant", "function",
+)  # fmt: skip
 
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Program:

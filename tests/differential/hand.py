@@ -12,6 +12,7 @@ import dataclasses
 import operator
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -194,6 +195,29 @@ def _state_load(on: On) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def _state_foreach(on: On) -> None:
+    values = [
+        value
+        for one in on.targets
+        for value in on.state[one].values()
+        if isinstance(value, Tensor) and value.dim()
+    ]
+    if values:
+        torch._foreach_zero_(values)
+
+
+def _reduction(on: On) -> None:
+    """Drops all gradients, whether they have left or not."""
+    run, optimizer = on.run, on.run.optimizers[0]
+    if run.alone:
+        run.clear_gradients(run.parameters, "none")
+    elif on.act.kind == "reset":
+        optimizer.reset_reduction()
+    else:
+        optimizer.load_reduction_state_dict(optimizer.reduction_state_dict())
+    assert run.alone or all(parameter.grad is None for parameter in run.parameters)
+
+
 def _group(on: On) -> None:
     for group in on.run.optimizers[0].param_groups:
         if on.act.kind == "lr":
@@ -279,6 +303,13 @@ STATE: Table = {
     "state_clear": lambda on: on.state.clear(),
     "state_load": _state_load,
 }
+UNDRAWN: Table = {
+    "state_new": lambda on: setattr(on.run.optimizers[0], "state", defaultdict(dict)),
+    "state_foreach_zero_": _state_foreach,
+    "reset": _reduction,
+    "order": _reduction,
+    "passes": lambda on: None if on.run.alone else on.run.optimizers[0].set_backward_passes_per_step(2),
+}
 GROUPS: Table = dict.fromkeys(("lr", "weight_decay", "momentum"), _group)
 FLAGS: Table = {
     "freeze": lambda on: on.parameter.requires_grad_(False),
@@ -293,38 +324,14 @@ ACTS: dict[str, Table] = {
     "groups": GROUPS,
     "flags": FLAGS,
 }
-OPERATIONS = {kind: operation for table in ACTS.values() for kind, operation in table.items()}
+OPERATIONS = {kind: operation for table in (*ACTS.values(), UNDRAWN) for kind, operation in table.items()}
 READING = {*READS, *WEIGHTS_READ, *STATE_READ, "average"}
 OF_ALL = {  # of an act's parameters at once
-    *(
-        "total_norm",
-        "foreach_mul_",
-        "clip_norm",
-        "clip_value",
-        "model_zeros",
-        "model_none",
-        "optimizer_zeros",
-        "swapped",
-    ),
-    *(
-        "vector",
-        "state_dict",
-        "evaluate",
-        "load_model",
-        "weight_foreach",
-        "state_clear",
-        "state_load",
-        *GROUPS,
-    ),
-}
-WITHOUT_GRADIENT = {
-    "is_none",
-    "random",
-    "dropped",
-    "collect",
-    "combine",
-    "kept",
-}  # what is done also where there is none
+    "total_norm", "foreach_mul_", "clip_norm", "clip_value", "model_zeros", "model_none", "optimizer_zeros", "swapped", "vector",
+    "state_dict", "evaluate", "load_model", "weight_foreach", "state_clear", "state_load", *UNDRAWN, *GROUPS,
+}  # fmt: skip
+# What is done also where there is none.
+WITHOUT_GRADIENT = {"is_none", "random", "dropped", "collect", "combine", "kept"}
 _OF_RANKS = {*READS, *IN_PLACE, *REPLACED, *FLAGS}
 
 
@@ -406,9 +413,12 @@ class Hand:
             self.reads[key] = torch.as_tensor(value, dtype=torch.float64).reshape(())
 
     def _targets(self, act: Act) -> list[Tensor]:
-        owned = [p for group in self._run.optimizers[0].param_groups for p in group["params"]]
+        optimizer = self._run.optimizers[0]
+        if act.through == "pieces" and not self._run.alone:
+            return [piece.parameter for piece in optimizer.pieces]
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
         # State of another one would break state_dict(), and its gradient is each rank's own after synchronize().
-        own = act.through == "groups" or act.kind.startswith("state") or act.place == "synchronized"
+        own = act.through != "module" or act.kind.startswith("state") or act.place == "synchronized"
         those = owned if own else self._run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
 

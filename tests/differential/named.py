@@ -3,6 +3,10 @@
 A step is a text: digits are the segments of a pass, with what is special of it behind a colon; passes are divided by spaces,
 and ranks by a bar, of which the last one is that of all further ranks. In a step ``"0123 3:two_forwards|0123"`` rank 0 takes a
 second pass, through the last segment alone and with two losses.
+
+Further parts, each behind a semicolon, are attributes of the step and acts: kind, place with the number of a pass behind a colon,
+and the ranks that do it, by default all. After the first pass of ``"0123 0123; how=skip; dropped pass:0 1"`` rank 1 drops its
+gradients.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from programs import Block, Pass, Program, Segment, Step
+from programs import Act, Block, Pass, Program, Segment, Step
 
-WHOLE = "0123"
+WHOLE, TWICE = "0123", "0123 0123"
 SHARDED, ANY = (0, 2), (0, 1, 2, 3)
 RECOMPUTED = ("keep", "hc", "hc_reentrant")
 SMALL = 0.0002  # MiB: a bucket for each parameter
@@ -77,15 +81,20 @@ def _pass(text: str) -> Pass:
 
 def _step(given: str | tuple[str, dict[str, Any]], ranks: int) -> Step:
     text, more = (given, {}) if isinstance(given, str) else given
+    text, *parts = text.split("; ")
     own = [tuple(map(_pass, passes.split())) for passes in text.split("|")]
-    return Step(tuple(_of(own, rank) for rank in range(ranks)), **more)
+    values = dict(part.split("=", 1) for part in parts if "=" in part)
+    acts = tuple(_act(part, ranks) for part in parts if "=" not in part)
+    return Step(tuple(_of(own, rank) for rank in range(ranks)), **{"acts": acts, **values, **more})
 
 
-def _each(text: str, name: str, *values: Any) -> Steps:
-    """A step for each value of an attribute."""
-    return [(text, {name: value}) for value in values]
+def _act(text: str, ranks: int) -> Act:
+    kind, place, *some = text.split()
+    place, _, part = place.partition(":")
+    return Act(kind, place, tuple(map(int, some or range(ranks))), part=int(part or 0))
 
 
+OPERATIONS: dict[str, dict[str, Any]] = {"averaged": {}, "summed": {"op": "sum"}}
 LATE = [WHOLE] * 3 + ["0123 3|0123"] * 2
 UNEVEN = ["0123|012"] * 2 + ["03 1|0123", "013|023"]
 LOAD_BOTH = ("load_model", "load_optimizer")
@@ -106,6 +115,7 @@ NAMED: dict[str, Named] = {
     "two backward passes through a graph": Named(["0123:twice"] * 4, recompute=("keep", "hc"), stages=ANY),
     "two losses": Named(["0123:two_forwards"] * 4, recompute=("keep", "hc_reentrant"), stages=ANY),
     "a penalty on gradients": Named(["0123:penalty"] * 4, recompute=("keep", "hc"), stages=ANY),
+    "a penalty on gradients that have a graph": Named(["0123:graph"] * 4, stages=(0,), resume=0),
     "evaluated first": Named(["0123:eval_first"] * 4, "dropout batchnorm linear linear", ("keep", "hc"), ANY),
     "random and running": Named(
         [WHOLE] * 4, "dropout batchnorm+dropout running numpy", ("hc", "hc_reentrant", "module"), ANY
@@ -117,23 +127,26 @@ NAMED: dict[str, Named] = {
         [WHOLE, "0123:forward2", "0123:backward1 0123", WHOLE], recompute=RECOMPUTED, stages=ANY
     ),
     # Steps.
-    "clipped": Named(_each(WHOLE, "how", *["clip"] * 4), stages=ANY),
-    "synchronized": Named(_each(WHOLE, "how", *["synchronize"] * 4), stages=ANY),
-    "synchronized twice": Named(_each(WHOLE, "how", *["twice"] * 4)),
-    "stepped twice": Named(_each(WHOLE, "how", *["repeat"] * 4), stages=(0, 1)),
+    "clipped": Named(["0123; how=clip"] * 4, stages=ANY),
+    "synchronized": Named(["0123; how=synchronize"] * 4, stages=ANY),
+    "synchronized twice": Named(["0123; how=twice"] * 4),
+    "synchronized twice, summed": Named(["0123; how=twice"] * 4, options={"op": "sum"}),
+    "stepped twice": Named(["0123; how=repeat"] * 4, stages=(0, 1)),
+    "synchronized in vain after other numbers of passes": Named(
+        ["0123|0123 0123; how=skip", WHOLE, "0123 0123|0123; how=skip", WHOLE] * 2, stages=(0,), resume=0
+    ),
     **{
         f"every other step left out, cleared by {clear}": Named(
-            [(WHOLE, {"clear": clear, "how": how}) for how in ("synchronize", "skip", "clip", "skip", "step")],
-            stages=(0,) if clear in ("never", "model_zero") else SHARDED,
-            resume=0,
+            [f"0123; clear={clear}; how={how}" for how in ("synchronize", "skip", "clip", "skip", "step")],
+            stages=(0,) if clear in ("never", "model_zero") else SHARDED, resume=0,
         )
         for clear in ("none", "zero", "plain", "model", "model_zero", "never")
     },
     "cleared in many ways": Named(
-        _each(WHOLE, "clear", "none", "zero", "model", "never", "model_zero", "plain", "never"), stages=(0, 1)
+        [f"0123; clear={one}" for one in ("none", "zero", "model", "never", "model_zero", "plain", "never")], stages=(0, 1)
     ),
     "cleared while some are unused": Named(
-        [(text, {"clear": clear}) for text in UNEVEN[:2] for clear in ("zero", "model", "zero", "none")]
+        [f"{text}; clear={clear}" for text in UNEVEN[:2] for clear in ("zero", "model", "zero", "none")]
     ),
     "gradients by hand": Named(
         [(WHOLE, {"by_hand": number % 2 == 0}) for number in range(5)], stages=(0, 1), resume=0
@@ -145,15 +158,11 @@ NAMED: dict[str, Named] = {
         [("0123 0123|0123", {"drop": (3,)} if number % 2 else {}) for number in range(5)], stages=(0, 1, 2)
     ),
     "closures": Named(
-        [(WHOLE, {"how": "closure", "returns": one}) for one in ("loss", "float", "none", "dict", "tuple")],
-        stages=(0, 2),
+        [f"0123; how=closure; returns={one}" for one in ("loss", "float", "none", "dict", "tuple")], stages=(0, 2)
     ),
-    "line search": Named(_each(WHOLE, "how", *["closure"] * 3), stages=(0,), more={"optimizer": "lbfgs"}),
+    "line search": Named(["0123; how=closure"] * 3, stages=(0,), more={"optimizer": "lbfgs"}),
     "left out by a scaler": Named(
-        [
-            (WHOLE, {"how": how, "clear": clear})
-            for how, clear in (("step", "none"), ("skip", "model"), ("clip", "plain"), ("skip", "zero"), ("step", "none"))
-        ],
+        [WHOLE, "0123; how=skip; clear=model", "0123; how=clip; clear=plain", "0123; how=skip; clear=zero", WHOLE],
         resume=0, more={"scaler": True},
     ),
     "an overflow on one rank": Named(
@@ -164,6 +173,13 @@ NAMED: dict[str, Named] = {
         [(WHOLE, {"events": (("freeze", 1, number % 2 == 0),)} if number else {}) for number in range(5)],
         stages=ANY,
     ),
+    **{
+        f"frozen, then cleared by {clear}": Named(
+            [first, (f"0123; clear={clear}", {"events": (("freeze", 3, False),)}), "0123; clear=zero"],
+            stages=(2, 3), resume=0, more={"optimizer": "nesterov"},
+        )
+        for first, clear in ((WHOLE, "none"), (WHOLE, "zero"), ("0123; dropped step", "never"))
+    },
     "a group added": Named(
         [(WHOLE, {"events": (("group",),)} if number == 2 else {}) for number in range(5)],
         stages=ANY, resume=3, more={"owners": (0, -1, 0, 0)},
@@ -182,18 +198,99 @@ NAMED: dict[str, Named] = {
         for loaders in ((0,), (1,))
         for order in ((*LOAD_BOTH, *BROADCAST_BOTH), (*LOAD_BOTH, *BROADCAST_BOTH[::-1]), ("load_optimizer", "broadcast_optimizer"))
     },
+    "a layout that changes": Named(
+        [(WHOLE, {"clear": "zero", "events": (("contiguous",),) if number == 2 else ()}) for number in range(4)],
+        "conv linear conv linear", stages=(0,),
+    ),
+    "two optimizers in turn, each without what the other one drops": Named(
+        [
+            (TWICE if number // 2 % 2 else WHOLE, {"optimizers": (number % 2,), "drop": ((1, 2), (0, 3))[number % 2]})
+            for number in range(6)
+        ],
+        stages=(0,), resume=0, more={"owners": (0, 1, 1, 0)},
+    ),
     "two optimizers in turn": Named(
-        _each(WHOLE, "optimizers", (0,), (0, 1), (1,), (0,), (0, 1)), stages=(0, 1, 2), resume=0,
+        [(WHOLE, {"optimizers": ones}) for ones in ((0,), (0, 1), (1,), (0,), (0, 1))], stages=(0, 1, 2), resume=0,
         more={"owners": (0, 1, 1, 0)},
     ),
     "a rank joins": Named([WHOLE] * 4, stages=(0,), resume=0, more={"join": (3, 4)}),
+    "the number of passes is set on the way": Named([WHOLE] * 2 + ["0123; passes backward", TWICE, TWICE], stages=(2, 3), resume=0),
     "the number of passes is set later": Named(
         [WHOLE, ("0123 0123", {"events": (("passes", 2),)}), "0123 0123", "0123 0123"], stages=(2, 3)
     ),
+    # By hand; each kind at each place: named_acts.
+    **{
+        f"gradients by hand alone, {kind}, {operation}": Named(
+            [
+                f"; clear=never; how={how}; {kind if number else 'random'} cleared"
+                for number, how in enumerate(("step", "skip", "synchronize", "synchronize") * 2)
+            ],
+            stages=(0,), resume=0, options=options,
+        )
+        for kind in ("random", "copy_")
+        for operation, options in OPERATIONS.items()
+    },
+    **{
+        f"clipped before a step that may reduce, {operation}": Named(
+            ["0123; how=warned; clip_norm synchronized"] * 4, stages=(0,), options=options
+        )
+        for operation, options in OPERATIONS.items()
+    },
+    **{  # Whichever buckets had left.
+        f"{kind} {when}, {operation}": Named(steps, stages=(0,), resume=0, options=options)
+        for kind in ("dropped", "model_none")
+        for operation, options in OPERATIONS.items()
+        for when, steps in (
+            ("before a step", ["0123|0123 0123", "0123 0123|0123", f"0123; {kind} backward"] * 3),
+            ("between passes", [WHOLE, TWICE, f"{TWICE}; {kind} pass:0", TWICE, WHOLE, f"0123 {TWICE}; {kind} pass:1", WHOLE]),
+        )
+    },
+    "dropped after other numbers of passes": Named(
+        [TWICE] * 3 + [f"{TWICE}|0123 {TWICE}; dropped pass:0 0; dropped pass:1 1; raises=and then optimizer.zero_grad"],
+        stages=(0,), resume=0,
+    ),
+    "a gradient by hand before a late part": Named(
+        ["0123|012"] * 3 + [("0123|012 0123", {"acts": (Act("random", "pass", (1,), targets=(6,)),)})] * 2, stages=(0,), resume=0
+    ),
+    "a state loaded before a step": Named(
+        [WHOLE, WHOLE, "0123; state_load backward", "0123; how=warned; state_load synchronized", "0123; state_load backward"],
+        stages=ANY, resume=0,
+    ),
+    "a state loaded before gradients are cleared": Named(
+        [WHOLE, WHOLE, f"{TWICE}; state_load pass:0; optimizer_zeros pass:0", "0123; how=skip; state_load synchronized", WHOLE],
+        stages=ANY, resume=0,
+    ),
+    "a state loaded on one rank": Named(["0123; state_load backward 0"] * 4, stages=(0,), resume=0),
+    **{
+        f"{what} loaded, which drops gradients": Named(
+            [WHOLE, WHOLE, f"{TWICE}; {what} pass:0", f"0123; how=skip; {what} synchronized", TWICE], stages=stages, resume=0
+        )
+        for what, stages in (("order", (0, 2)), ("reset", (0, 3)))
+    },
+    # Refused.
+    **{
+        f"cleared by nobody, {text} {how}": Named(
+            [WHOLE, f"{text}; clear=never; how={how}; raises=nobody has cleared"] * 2 + [WHOLE], stages=stages, resume=0
+        )
+        for text, how, stages in (
+            *((WHOLE, how, (2, 3)) for how in ("step", "synchronize", "closure")),
+            ("0123|", "step", (2,)), ("3", "step", (2, 3)), ("", "step", (2, 3)),
+        )
+    },
+    "cleared by nobody before a scaler's step": Named(
+        [WHOLE, "0123; clear=never; raises=nobody has cleared"], stages=(2, 3), resume=0, more={"scaler": True}
+    ),
+    **{
+        f"a sum cleared by nobody, {text} after {how}": Named(
+            [f"0123; how={how}"] * 3 + [f"{text}; clear=never; raises=is a sum over the ranks already", WHOLE],
+            stages=(0,), resume=0, options={"op": "sum"},
+        )
+        for how, text in (("step", WHOLE), ("clip", WHOLE), ("step", "0"), ("step", "|0123"), ("step", ""))
+    },
     # Sparse gradients.
     **{
         f"sparse gradients{' that travel dense' * dense}, cleared by {clear}": Named(
-            [("01 01|01", {"clear": clear}) if number % 2 else ("01", {"clear": clear}) for number in range(4)],
+            [f"{text}; clear={clear}" for text in ("01", "01 01|01") * 2],
             "linear linear", stages=(0,), options={"sparse_as_dense": dense},
             more={"embedding": "sparse", "optimizer": "sgd"},
         )
@@ -225,7 +322,7 @@ NAMED: dict[str, Named] = {
     },
     **{
         f"default dtype {dtype}{' with a scaler' * scaler}": Named(
-            _each(WHOLE, "how", "step", "clip", "step"), stages=ANY, more={"default_dtype": dtype, "scaler": scaler}
+            [WHOLE, "0123; how=clip", WHOLE], stages=ANY, more={"default_dtype": dtype, "scaler": scaler}
         )
         for dtype, scaler in (("float64", False), ("bfloat16", True))
     },
@@ -238,7 +335,7 @@ RESUMED: dict[str, Named] = {
     "unused, in another format": Named(["012"] * 3, stages=(2,), options={"wire": "bf16"}),
     **{
         f"cleared by {clears}": Named(
-            [(text, {"clear": clear}) for text, clear in zip((WHOLE, "012", WHOLE, "012", "012"), clears)],
+            [f"{text}; clear={clear}" for text, clear in zip((WHOLE, "012", WHOLE, "012", "012"), clears)],
             stages=ANY, more={"optimizer": "nesterov"},
         )
         for clears in (

@@ -11,21 +11,24 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from hand import ACTS, FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ
-from named import WHOLE, Named
+from named import TWICE, WHOLE, Named
 from programs import Act, Program
 
-TWICE = f"{WHOLE} {WHOLE}"
 REDUCED = tuple(
     kind for kind in (*READS, *IN_PLACE, *REPLACED) if kind not in ("kept", "collect", "combine", "optimizer_zeros")
 )  # fmt: skip
 UNREDUCED = (*REDUCED, "optimizer_zeros")
 AFTER_A_STEP = (*WEIGHTS, *WEIGHTS_READ, *STATE, *STATE_READ, *GROUPS, *FLAGS, "kept")
+OF_PIECES = ("state_zero_", "state_foreach_zero_", "state_pop", "state_empty", "state_clear", "state_new")
 DRIFTING = ("weight_mul_", "weight_data_mul_", "weight_data_set", "weight_init", "load_model")
 HOOKS = ("pre_mul", "post_mul", "post_replace", "post_read")
 
 
 class Case(NamedTuple):
-    """An act, or a hook; of all ranks or of one; ``usual`` and ``special`` are the passes of a step, and of that with the act."""
+    """An act, or a hook; of all ranks or of one; ``usual`` and ``special`` are the passes of a step, and of that with the act.
+
+    Stages 1 and 3 take parameters from groups, unless ``pieces`` are taken.
+    """
 
     kind: str
     place: str
@@ -35,6 +38,7 @@ class Case(NamedTuple):
     special: str = WHOLE
     number: int = 2
     offload: bool = False
+    pieces: bool = False
 
 
 def each(kinds: Iterable[str], *stages: int) -> Iterator[tuple[str, int]]:
@@ -59,8 +63,16 @@ def cases() -> Iterator[Case]:
         Case(kind, "pass", stage, usual=TWICE, special=TWICE) for kind, stage in each(FLAGS, 0, 1, 2, 3)
     )
     yield from (Case(kind, "step", stage) for kind, stage in each(AFTER_A_STEP, 0, 1, 2, 3))
-    yield from (Case(kind, "step", stage, offload=True) for kind, stage in each(STATE, 1, 2))
-    yield from (Case(kind, "step", stage, one=True) for kind, stage in each(DRIFTING, 0, 1, 2))
+    yield from (Case(kind, "step", 3) for kind in list(WEIGHTS)[::2])  # the others are above
+    for offload in (False, True):
+        yield from (
+            Case(kind, "step", stage, offload=offload, pieces=True)
+            for kind, stage in each(OF_PIECES, 1, 2, 3)
+        )
+    yield from (Case("state_load", "step", stage, offload=True) for stage in (1, 2))
+    yield from (Case(kind, "step", stage, one=True) for kind, stage in each(DRIFTING, 0, 1, 2, 3))
+    # What shows is the last part alone.
+    yield from (Case(kind, "backward", 0, special=TWICE) for kind in ("clip_norm", "dropped"))
     yield from (
         Case(kind, place, stage, usual=passes, special=passes)
         for place, passes in product(("before", "after"), (WHOLE, TWICE))
@@ -80,7 +92,7 @@ def program(case: Case, ranks: int) -> Program:
             case.place,
             (ranks - 1,) if case.one else tuple(range(ranks)),
             within=case.kind in ACTS["weights"] and case.kind != "evaluate" and case.stage == 3,
-            through="groups" if case.stage in (1, 3) else "module",
+            through="pieces" if case.pieces else "groups" if case.stage in (1, 3) else "module",
             pause=0.01 if case.place == "backward" else 0.0,
         )
         acts = (act,)

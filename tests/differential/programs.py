@@ -59,7 +59,8 @@ class Pass:
     Attributes:
         path: numbers of the segments that it runs through.
         kind: ``"two_forwards"``: two losses, one backward pass; ``"twice"``: a second backward pass through the same graph;
-            ``"eval_first"``: after a forward pass without gradients; ``"penalty"``: with the gradient of a gradient.
+            ``"eval_first"``: after a forward pass without gradients; ``"penalty"``: with the gradient of a gradient;
+            ``"graph"``: and one of those gradients that ``backward(create_graph=True)`` has left.
         trap: ``("forward" | "backward", number)``: an error that the program catches, in a block's forward pass or behind a
             segment's output.
         overflow: the loss is infinite.
@@ -82,7 +83,7 @@ class Act:
             ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; after ``step()``.
         ranks: that do it.
         targets: numbers of parameters, modulo how many there are; empty: all of them.
-        through: where they are taken from: ``"module"`` or ``"groups"``, those of the optimizer.
+        through: where they are taken from: ``"module"``, ``"groups"``, those of the optimizer, or ``"pieces"``, all of its own.
         within: inside ``gathered_parameters()``.
         value: of factors and bounds.
         pause: seconds before it, in which what has left may arrive.
@@ -107,16 +108,18 @@ class Step:
         passes: of each rank.
         events: what happens before it: ``("freeze", segment, bool)``, ``("group",)``, ``("rewrap", keep the old one)``,
             ``("rewind",)``, ``("passes", backward_passes_per_step)``, ``("reload",)`` (each optimizer's own state),
-            ``("restore", ranks that load, root, operations)``, of :data:`RESTORING`.
+            ``("contiguous",)`` (all parameters), ``("restore", ranks that load, root, operations)``, of :data:`RESTORING`.
         clear: how gradients are cleared: ``"none"``, ``"zero"``, ``"plain"`` (without arguments), ``"never"``; ``"model"``,
             ``"model_zero"``: by the model, whose optimizers do not see it.
         optimizers: numbers of those that step.
         how: ``"step"``, ``"synchronize"`` (by hand, before it; with a scaler unscaled), ``"twice"`` (two times by hand),
-            ``"clip"``, ``"closure"``, ``"repeat"`` (two steps), ``"skip"`` (synchronized, or unscaled, and no step).
+            ``"warned"`` (by hand, before a step that may reduce, too), ``"clip"``, ``"closure"``, ``"repeat"`` (two steps),
+            ``"skip"`` (synchronized, or unscaled, and no step).
         returns: what a closure returns: ``"loss"``, ``"float"``, ``"none"``, ``"dict"``, ``"tuple"``.
         by_hand: gradients are computed by ``torch.autograd.grad`` and set.
         drop: segments whose gradients every rank sets to None after its backward passes.
         acts: what users do in it by hand, in this order at each place.
+        raises: a pattern: a RuntimeError that matches it ends the step on every rank, and nothing is updated.
     """
 
     passes: tuple[tuple[Pass, ...], ...]
@@ -128,6 +131,7 @@ class Step:
     by_hand: bool = False
     drop: tuple[int, ...] = ()
     acts: tuple[Act, ...] = ()
+    raises: str = ""
 
 
 RESTORING = ("load_model", "load_optimizer", "broadcast_model", "broadcast_optimizer")

@@ -31,9 +31,7 @@ class Ranks:
         self._parameters: list[Tensor] = list(model.parameters())
         self._noise = torch.Generator().manual_seed(noise) if noise else None
         ranks = range(program.ranks)
-        self.buffers = {rank: buffers_of(model) for rank in ranks}
-        self.hidden = {rank: hidden_of(model) for rank in ranks}
-        self.random = {rank: random_state() for rank in ranks}
+        self.own = {rank: own_of(model) for rank in ranks}
         self._gradients: dict[int, list[Tensor | None]] = {
             rank: [None] * len(self._parameters) for rank in ranks
         }
@@ -46,17 +44,18 @@ class Ranks:
     def note_flags(self) -> None:
         """Every rank has the flags ``requires_grad`` that the model has now."""
         flags = [parameter.requires_grad for parameter in self._parameters]
-        self._flags = {rank: list(flags) for rank in self.buffers}
+        self._flags = {rank: list(flags) for rank in self.own}
 
     def seed(self, number: int) -> None:
         """Seeds the generators of each rank for a step."""
         self._present = set(self._program.present(number))
         for rank in self._present:
             seed_all(1000 * number + rank)
-            self.random[rank] = random_state()
+            self.own[rank]["random"] = random_state()
 
     def broadcast_buffers(self, root: int) -> None:
-        self.buffers = {rank: copy.deepcopy(self.buffers[root]) for rank in self.buffers}
+        for own in self.own.values():
+            own["buffers"] = copy.deepcopy(self.own[root]["buffers"])
 
     def begin(self) -> None:
         """Begins the backward passes of a step."""
@@ -69,18 +68,14 @@ class Ranks:
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
         """Within it the process is a rank."""
-        set_random_state(self.random[rank])
-        set_buffers(self._model, self.buffers[rank])
-        set_hidden(self._model, self.hidden[rank])
+        set_own(self._model, self.own[rank])
         for parameter, value in zip(self._model.written, self._written):
             parameter.data.copy_(value)  # each rank's forward passes write the same
         for parameter, gradient, flag in zip(self._parameters, self._gradients[rank], self._flags[rank]):
             parameter.grad = gradient
             parameter.requires_grad_(flag)
         yield
-        self.random[rank] = random_state()
-        self.buffers[rank] = buffers_of(self._model)
-        self.hidden[rank] = hidden_of(self._model)
+        self.own[rank] = own_of(self._model)
         self._gradients[rank] = [parameter.grad for parameter in self._parameters]
         self._flags[rank] = [parameter.requires_grad for parameter in self._parameters]
 
@@ -163,30 +158,22 @@ def random_state() -> tuple[Any, ...]:
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
 
-def set_random_state(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    numpy.random.set_state(state[2])
+def own_of(model: nn.Module) -> dict[str, Any]:
+    """Copies of what each rank has of its own: buffers, what layers hide, and the states of the generators."""
+    hidden = [module.hidden() for module in model.modules() if isinstance(module, Stateful)]
+    return {"buffers": [one.clone() for one in model.buffers()], "hidden": hidden, "random": random_state()}
 
 
-def buffers_of(model: nn.Module) -> list[Tensor]:
-    return [buffer.clone() for buffer in model.buffers()]
-
-
-def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+def set_own(model: nn.Module, own: dict[str, Any]) -> None:
     with torch.no_grad():
-        for buffer, value in zip(model.buffers(), values):
+        for buffer, value in zip(model.buffers(), own["buffers"]):
             buffer.copy_(value)
-
-
-def hidden_of(model: nn.Module) -> list[Any]:
-    return [module.hidden() for module in model.modules() if isinstance(module, Stateful)]
-
-
-def set_hidden(model: nn.Module, values: list[Any]) -> None:
     stateful = (module for module in model.modules() if isinstance(module, Stateful))
-    for module, value in zip(stateful, values):
+    for module, value in zip(stateful, own["hidden"]):
         module.set_hidden(value)
+    torch.set_rng_state(own["random"][0])
+    random.setstate(own["random"][1])
+    numpy.random.set_state(own["random"][2])
 
 
 def as_tensor(state: Any) -> Tensor:

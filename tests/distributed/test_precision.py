@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -54,27 +54,34 @@ def equal_everywhere(model: nn.Module, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "clip", "enabled"),
+    ("dtype", "clip", "enabled", "stock"),
     [
-        (torch.float16, None, True),
-        (torch.float16, 0.05, True),
-        (torch.bfloat16, 0.05, True),
-        (torch.bfloat16, 0.01, False),  # reduces before it clips, too
+        (torch.float16, None, True, False),
+        (torch.float16, 0.05, True, False),
+        (torch.bfloat16, 0.05, True, False),
+        (torch.bfloat16, 0.01, False, False),  # reduces before it clips, too
+        (torch.float16, None, True, True),
     ],
-    ids=["plain", "clipped", "bf16", "disabled"],
+    ids=["plain", "clipped", "bf16", "disabled", "as Horovod documents for torch's scaler"],
 )
-def test_the_plain_recipe(dtype: torch.dtype, clip: float | None, enabled: bool) -> None:
+def test_the_recipe(dtype: torch.dtype, clip: float | None, enabled: bool, stock: bool) -> None:
     model = chain()
     optimizer = wrapped(model)
-    scaler = hc.GradScaler(init_scale=1024.0, growth_interval=2, enabled=enabled)
+    scaler: Any = (torch.amp.GradScaler if stock else hc.GradScaler)(
+        "cpu", init_scale=1024.0, growth_interval=2, enabled=enabled
+    )
     for step in range(6 if enabled else PLANTED):
         optimizer.zero_grad()
         scaler.scale(forward(model, step, hc.rank(), dtype)).backward()
-        if clip is not None:
+        if stock:
+            optimizer.synchronize()
+        if stock or clip is not None:
             scaler.unscale_(optimizer)
+        if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         before = fingerprint(model)
-        scaler.step(optimizer)
+        with optimizer.skip_synchronize() if stock else nullcontext():
+            scaler.step(optimizer)
         assert (fingerprint(model) == before) == (step == PLANTED)
         scaler.update()
         if hc.size() > 1:
@@ -113,24 +120,6 @@ def test_the_recipe_with_a_bare_optimizer() -> None:
     scaler.scale(other.sum()).backward()
     scaler.step(bare)
     assert torch.allclose(other, before - 0.1)
-
-
-def test_stock_scaler_with_horovods_documented_recipe() -> None:
-    model = chain()
-    optimizer = wrapped(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    for step in range(6):
-        optimizer.zero_grad()
-        scaler.scale(forward(model, step, hc.rank(), torch.float16)).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-    equal_everywhere(model, scaler.get_scale())
-    expected, scale = reference(torch.float16)
-    assert scaler.get_scale() == scale
-    assert difference(model, expected) < 2e-4
 
 
 @pytest.mark.ranks(gloo=(2,), mpi=(4,))

@@ -86,7 +86,7 @@ class Kinds(nn.Module):
 
 
 @several
-@pytest.mark.parametrize("name", [name for name, _ in chain().named_parameters()])
+@pytest.mark.parametrize("name", ["0.0.weight", "2.0.bias", "3.0.bias"])
 def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) -> None:
     model = chain()
     optimizer = wrap(model)
@@ -107,8 +107,7 @@ def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) ->
 @pytest.mark.parametrize("options", [{}, {"wire": {"parameters": "bf16"}}, {"offload": "optimizer"}], ids=str)
 def test_values_that_steps_mix_into_those_of_all_ranks(stage: int, options: dict[str, Any]) -> None:
     """Each rank updates a part of the weights, so what one has written is soon gone or everywhere."""
-    names = [name for name, _ in chain().named_parameters()]
-    for name in (names[0], names[-1]) if options else names:
+    for name in ("0.0.weight", "3.0.bias"):
         model = chain()
         optimizer = wrap(model, shard=stage, **options)
         train(model, optimizer, range(3))

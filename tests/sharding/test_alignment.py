@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
+pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 CACHE_LINE = 64  # bytes; where PyTorch allocates on a CPU
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_process import WIDTH, loss, train, wrap
 from same import whole_weights
-from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.offload.host_memory import MappedFiles, OffloadError
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2, 3))
+pytestmark = pytest.mark.ranks(gloo=(2, 3))
 
 
 class Own(torch.optim.Adam):
@@ -28,32 +27,11 @@ def job(
 ) -> tuple[nn.Sequential, Any]:
     if model is None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(33, 57), nn.Tanh(), nn.Linear(57, 9)).to(dtype)
+        model = nn.Sequential(nn.Linear(WIDTH, 57), nn.Tanh(), nn.Linear(57, 9)).to(dtype)
     if folder is not None:
         options = {"offload": "optimizer", "offload_folder": folder, **options}
-    optimizer = distribute(
-        Own(model.parameters(), lr=0.01),
-        named_parameters=model.named_parameters(),
-        bucket_cap_mb=0.004,
-        elementwise=True,
-        model=model,
-        **options,
-    )
-    return model, optimizer
-
-
-def backward(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(100 * step + hc.rank())
-    batch = torch.randn(4, 33, generator=generator).to(next(model.parameters()).dtype)
-    model(batch).float().square().mean().backward()
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 3) -> torch.Tensor:
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-    return weights(model, optimizer)
+    optimizer = Own(model.parameters(), lr=0.01)
+    return model, wrap(model, optimizer, bucket_cap_mb=0.004, elementwise=True, **options)
 
 
 def weights(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -73,13 +51,13 @@ def test_offloaded_parameters_train_to_the_same_bits(dtype: torch.dtype, wire: s
         blocks[3] = blocks[1]  # shared
         with hc.init_on_disk(folder):
             model = nn.Sequential(
-                nn.Linear(33, 40), hc.CheckpointSequential(blocks, segments=3), nn.Linear(40, 9)
+                nn.Linear(WIDTH, 40), hc.CheckpointSequential(blocks, segments=3), nn.Linear(40, 9)
             )
         model, optimizer = job(folder, dtype, model=model.to(dtype), **options)
         for step in range(4):
             optimizer.zero_grad()
-            backward(model, step)
-            backward(model, 10 + step)
+            loss(model, step).backward()
+            loss(model, 10 + step).backward()
             optimizer.synchronize()
             hc.clip_grad_norm_(model.parameters(), 0.01)
             with optimizer.skip_synchronize():
@@ -88,7 +66,7 @@ def test_offloaded_parameters_train_to_the_same_bits(dtype: torch.dtype, wire: s
                 with optimizer.gathered_parameters():
                     model[0].weight.data.mul_(0.5)
             with torch.no_grad():
-                model(torch.ones(2, 33, dtype=dtype))
+                model(torch.ones(2, WIDTH, dtype=dtype))
         return weights(model, optimizer), optimizer.full_state_dict(all_ranks=True)
 
     (plain, state), (offloaded, other) = run(None), run(tmp_path)
@@ -106,7 +84,6 @@ def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) ->
         job(folder, shard=1)
 
 
-@pytest.mark.ranks(gloo=(2, 3))
 def test_a_folder_that_is_no_path_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="rank 1: |str"):
         job(5 if hc.rank() == 1 else tmp_path, shard=1)  # type: ignore[arg-type]
@@ -151,13 +128,13 @@ def test_no_room_on_one_rank_in_a_step_changes_nothing(shard: int, tmp_path: Pat
 
     def grow(folder: Path | None) -> tuple[nn.Sequential, Any]:
         model, optimizer = job(folder, shard=shard)
-        train(model, optimizer, 1)
+        train(model, optimizer, range(1))
         if folder is not None and hc.rank() == hc.size() - 1:
             shutil.rmtree(folder)
         model.append(nn.Linear(9, 40))
         optimizer.add_param_group({"params": list(model[3].parameters())})
         optimizer.zero_grad()
-        backward(model, 1)
+        loss(model, 1).backward()
         return model, optimizer
 
     model, optimizer = grow(None)
@@ -168,7 +145,6 @@ def test_no_room_on_one_rank_in_a_step_changes_nothing(shard: int, tmp_path: Pat
         own.step()
     assert torch.equal(weights(offloaded, own), before)
     tmp_path.mkdir(exist_ok=True)
-    told = pytest.warns(UserWarning, match="without optimizer.skip_synchronize")
-    with told if hc.size() > 1 else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
         own.step()
     assert torch.equal(weights(offloaded, own), weights(model, optimizer))

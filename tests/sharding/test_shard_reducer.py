@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import WIDTH, batch, chain, difference, fingerprint
-from sharded import distribute
+from one_process import WIDTH, batch, chain, difference, fingerprint, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -27,12 +26,8 @@ def _small_is_not_special(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    return distribute(
-        optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        model=model,
-        **{"shard": 2, "bucket_cap_mb": ONE_LAYER, **options},
-    )
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return wrap(model, optimizer, **{"shard": 2, "bucket_cap_mb": ONE_LAYER, **options})
 
 
 def backward(model: nn.Module, step: int, rank: int, part: int = 0) -> None:

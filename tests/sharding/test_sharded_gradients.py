@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import wrap
+from one_process import WIDTH, loss, wrap
 from same import assert_same_weights as same_weights
 from torch import nn
 
 import hvd_ckpt as hc
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 STAGES = (2, 3)
 
@@ -26,9 +26,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
-        self.unused = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -40,14 +40,6 @@ def build(stage: int, **options: Any) -> tuple[Model, Any]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     return model, wrap(model, optimizer, shard=stage, **options)
-
-
-def backward(model: nn.Module, number: int, *ranks: int) -> None:
-    """On these ranks, or on all."""
-    if ranks and hc.rank() not in ranks:
-        return
-    generator = torch.Generator().manual_seed(10 * number + hc.rank())
-    model(torch.randn(5, 6, generator=generator)).square().mean().backward()
 
 
 def trained_parameters(model: Model) -> list[nn.Parameter]:
@@ -64,7 +56,7 @@ def unscale(optimizer: Any) -> None:
     scaler.unscale_(optimizer)
 
 
-READERS: dict[str, Callable[[Model, Any], Any]] = {  # more: tests/differential/acts.py
+READERS: dict[str, Callable[[Model, Any], Any]] = {  # more: tests/differential/hand.py
     "clipping by norm, one by one": lambda model, _: nn.utils.clip_grad_norm_(
         model.parameters(), 1.0, foreach=False
     ),
@@ -94,7 +86,7 @@ def test_reading_values_is_an_error_that_says_what_to_do(stage: int) -> None:
     for number in range(2):
         for one, other in ((optimizer, model), (plain, wanted)):
             one.zero_grad()
-            backward(other, number)
+            loss(other, number).backward()
         for name, read in (
             READERS.items() if number else ()
         ):  # in the first step nothing leaves early: "unused" is waited for
@@ -108,7 +100,7 @@ def test_reading_values_is_an_error_that_says_what_to_do(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_zeros_hold_no_memory_and_cannot_be_read(stage: int) -> None:
     model, optimizer = build(stage)
-    backward(model, 0)
+    loss(model, 0).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     gradient: Any = model.last.weight.grad
@@ -118,77 +110,6 @@ def test_zeros_hold_no_memory_and_cannot_be_read(stage: int) -> None:
         gradient.norm()
 
 
-@pytest.mark.parametrize("clear", ["to none", "to zero", "by hand"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_of_a_step_are_cleared_by_any_means(stage: int, clear: str) -> None:
-    """Of a parameter that is frozen then: None is left alone by an optimizer, and zeros are stepped on."""
-    (model, optimizer), (wanted, plain) = pairs = build(stage), build(0)
-    for one, its in pairs:
-        backward(one, 0)
-        its.step()
-        one.last.requires_grad_(False)
-        if clear == "by hand":
-            for parameter in one.parameters():
-                parameter.grad = None
-        else:
-            one.zero_grad(set_to_none=clear == "to none")
-        backward(one, 1)
-        its.step()
-        its.zero_grad(set_to_none=False)
-        backward(one, 2)
-        its.step()
-    same_weights(model, optimizer, wanted, plain)
-
-
-UNCLEARED: dict[str, Callable[[Model, Any], Any]] = {
-    "another pass": lambda model, optimizer: (backward(model, 1), optimizer.step()),
-    "a pass on one rank": lambda model, optimizer: (backward(model, 1, 0), optimizer.step()),
-    "a pass through a part": lambda model, optimizer: (model.last(torch.ones(1, 6)).sum().backward(), optimizer.step()),
-    "a pass that only asks": lambda model, optimizer: (
-        torch.autograd.grad(model(torch.ones(1, 6)).sum(), trained_parameters(model)), optimizer.step()
-    ),
-    "no pass": lambda _, optimizer: optimizer.step(),
-    "by hand": lambda model, optimizer: (backward(model, 1), optimizer.synchronize(), step_alone(optimizer)),
-    "a closure": lambda model, optimizer: optimizer.step(lambda: backward(model, 1)),
-    "a scaler": lambda model, optimizer: scaled_step(model, optimizer),
-}  # fmt: skip
-
-
-def step_alone(optimizer: Any) -> None:
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-def scaled_step(model: Model, optimizer: Any) -> None:
-    scaler = hc.GradScaler("cpu", 2.0)
-    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
-    scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", UNCLEARED)
-def test_gradients_that_nobody_has_cleared_are_an_error_on_every_rank(stage: int, way: str) -> None:
-    """Without shards they are added to, or used again."""
-    if stage == 3 and way in ("a pass on one rank", "a pass that only asks"):
-        pytest.skip("is refused")
-    (model, optimizer), (wanted, plain) = pairs = build(stage), build(0)
-    for number in (0, 2):
-        for one, its in pairs:
-            its.zero_grad()
-            backward(one, number)
-            its.step()
-        with pytest.raises(RuntimeError, match=r"nobody has cleared.*call optimizer\.zero_grad\(\)"):
-            UNCLEARED[way](model, optimizer)
-    for one, its in pairs:
-        its.synchronize()  # no step has missed anything yet
-        one.zero_grad()
-        backward(one, 3)
-        one.zero_grad()
-        backward(one, 4)
-        its.step()
-    same_weights(model, optimizer, wanted, plain)
-
-
 def test_gradients_of_parameters_that_no_step_updates_need_not_be_cleared() -> None:
     (model, optimizer), (wanted, plain) = pairs = [
         (model, wrap(model, torch.optim.SGD(model.blocks.parameters(), lr=0.1), shard=stage))
@@ -196,7 +117,7 @@ def test_gradients_of_parameters_that_no_step_updates_need_not_be_cleared() -> N
     ]
     for number in range(3):
         for one, its in pairs:
-            backward(one, number)
+            loss(one, number).backward()
             its.step()
             its.zero_grad()
     same_weights(model, optimizer, wanted, plain)
@@ -205,12 +126,12 @@ def test_gradients_of_parameters_that_no_step_updates_need_not_be_cleared() -> N
 @pytest.mark.parametrize("stage", STAGES)
 def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
     model, optimizer = build(stage)
-    backward(model, 0)
+    loss(model, 0).backward()
     optimizer.step()
     for after in (lambda: None, optimizer.synchronize):
         optimizer.zero_grad()
         assert all(one.grad is None for one in model.parameters())
-        backward(model, 0)
+        loss(model, 0).backward()
         after()
         for parameter in trained_parameters(model):
             gradient: Any = parameter.grad
@@ -230,7 +151,7 @@ def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, *STAGES])
 def test_pieces_do_not_pass_for_parameters_without_gradients(stage: int) -> None:
     model, optimizer = build(stage)
-    backward(model, 0)
+    loss(model, 0).backward()
     for clip in (nn.utils.clip_grad_norm_, hc.clip_grad_norm_):
         if any(piece.name.startswith("last") for piece in optimizer.pieces):
             with pytest.raises(
@@ -245,7 +166,7 @@ def test_clipping_of_this_library_works_in_between(stage: int) -> None:
     model, optimizer = build(stage)
     for parameters in (model.parameters(), list(model.parameters()), optimizer):
         optimizer.zero_grad()
-        backward(model, 0)
+        loss(model, 0).backward()
         norm = hc.clip_grad_norm_(parameters, 1e-3)
         assert norm > 1e-3
         torch.testing.assert_close(
@@ -275,24 +196,9 @@ def test_a_model_is_compiled_while_gradients_are_in_shards() -> None:
         for number in range(2):
             optimizer.zero_grad()
             for part in range(2):
-                backward(run, 2 * number + part)
+                loss(run, 2 * number + part).backward()
                 torch._dynamo.reset()
             optimizer.step()
     finally:
         del run
         torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_number_of_passes_is_set_while_gradients_are_on_their_way(stage: int) -> None:
-    """It counts from the next step on."""
-    (model, optimizer), (wanted, plain) = pairs = build(stage), build(0)
-    for number, passes in enumerate((1, 1, 1, 2, 2)):
-        for one, its in pairs:
-            its.zero_grad()
-            for part in range(passes):
-                backward(one, 10 * number + part)
-            if number == 2:
-                its.set_backward_passes_per_step(2)
-            its.step()
-    same_weights(model, optimizer, wanted, plain, exact=False)

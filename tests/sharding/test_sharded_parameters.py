@@ -28,7 +28,7 @@ from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.memory import measure_peak
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 WIDTH = 12
 _number = itertools.count()

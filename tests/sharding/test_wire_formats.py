@@ -92,13 +92,8 @@ def test_rows_are_added_in_float32_and_in_their_order() -> None:
 
 
 def test_a_format_is_found_by_name() -> None:
-    assert [wire_format(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")] == [
-        FP32,
-        FP16,
-        BF16,
-        INT8,
-        INT4,
-    ]
+    formats = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "int8": INT8, "int4": INT4}
+    assert {name: wire_format(name) for name in formats} == formats
     for unknown in ("int2", None, ["fp32"]):
         with pytest.raises(
             ValueError, match=r"wire must be one of 'fp32', 'fp16', 'bf16', 'int8', 'int4', not"
