@@ -210,7 +210,7 @@ def may_refuse(program: Program, number: int, act: Act) -> bool:
     if kind in (*WEIGHTS, *WEIGHTS_READ):
         return program.stage == 3 and not act.within and kind != "evaluate"
     if kind in (*STATE, *STATE_READ):
-        return program.stage > 0 and kind != "state_load"
+        return program.stage > 0 and kind != "state_load" and act.through != "pieces"
     if kind in FLAGS:
         return len(act.ranks) < program.ranks
     return False
