@@ -6,12 +6,13 @@ predicted, the chain is solved again for a smaller budget.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, p
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, bottleneck
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
+from hvd_ckpt.planning.policy import without_policies
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.step import Sample, Step, Timeline
@@ -98,10 +100,10 @@ class Planner:
         self.chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         self._kept: _Tried | None = None  # without recomputation
-        with undisturbed(model, self._step.device), verifying("never"):
+        with self._measuring():
             self._step.note_written()
         # Entered anew: on entry it decides what it will restore, and that includes the parameters that were found to be written.
-        with undisturbed(model, self._step.device), verifying("never"):
+        with self._measuring():
             self.profile = Profile(self._step, say, limit, blocks, chunk_head)
             self._calibrate()
 
@@ -109,8 +111,15 @@ class Planner:
         """Takes another model and sample for which the measurements of the blocks hold, too."""
         self._step.bind(model, sample)
         self._say = say
-        with undisturbed(model, self._step.device), verifying("never"):
+        with self._measuring():
             self._try_kept()
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """A context for steps of the model, which has no plan meanwhile; afterwards all is as before."""
+        model = self._step.model
+        with without_policies(model), undisturbed(model, self._step.device), verifying("never"):
+            yield
 
     def release(self) -> None:
         """Keeps the measurements, and no model and sample, until :meth:`bind`."""
@@ -134,7 +143,7 @@ class Planner:
     def plan(self, budget: Given = None) -> Plan:
         """The fastest plan whose peak stays within ``budget``; arguments and errors are those of :func:`plan`."""
         budget = parse_budget(budget)
-        with undisturbed(self._step.model, self._step.device), verifying("never"):
+        with self._measuring():
             # The loop ends: the first failure removes all segments, the next
             # one all recomputation. Without recomputation, an error is raised.
             while True:

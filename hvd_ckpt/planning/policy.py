@@ -6,8 +6,9 @@ identity, parameters, hooks and ``state_dict``, remains an instance of its class
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -107,6 +108,25 @@ def remove_policy(module: nn.Module) -> None:
         module.__class__ = base_class(module)
         for name in (_POLICY, _ITEMS, _AUTOCAST):
             module.__dict__.pop(name, None)
+
+
+@contextlib.contextmanager
+def without_policies(model: nn.Module) -> Iterator[None]:
+    """A context in which no module of the model has a policy, to begin with; afterwards those with one before have it again."""
+    names = (_POLICY, _ITEMS, _AUTOCAST)
+    before = [
+        (module, type(module), {name: module.__dict__[name] for name in names if name in module.__dict__})
+        for module in model.modules()
+        if is_planned(module)
+    ]
+    for module, *_ in before:
+        remove_policy(module)
+    try:
+        yield
+    finally:
+        for module, kind, own in before:
+            module.__class__ = kind
+            module.__dict__.update(own)
 
 
 def expect_autocast(module: nn.Module, dtype: str | None) -> None:

@@ -492,3 +492,22 @@ def test_a_further_plan_fits_the_memory_that_is_free_by_then(monkeypatch):
     device.capacity = free
     monkeypatch.setattr("hvd_ckpt.planning.planner.free_memory", lambda place: free)
     assert hc.plan(model, *args).measured.peak_bytes <= free
+
+
+@pytest.mark.parametrize("case", ["list", "sequential", "gpt2 with its cache"])
+def test_a_model_with_a_plan_is_planned_as_without_and_keeps_it(case):
+    model, args, kwargs = MODELS[case]()
+    loss = None if case != "sequential" else (lambda output: output.square().mean())
+    hc.plan(model, *args, kwargs=kwargs, loss=loss, budget="min").apply(model)
+
+    def step():
+        output = model(*args, **kwargs)
+        (getattr(output, "loss", output) if loss is None else loss(output)).backward()
+        model.zero_grad()
+
+    step()
+    peak = measure_peak(step).peak_bytes
+    planner = Planner(model, *args, kwargs=kwargs, loss=loss)
+    assert planner.baseline.peak_bytes == pytest.approx(planner.plan().measured.peak_bytes, rel=0.05)
+    assert planner.plan("min").measured.peak_bytes < planner.baseline.peak_bytes
+    assert measure_peak(step).peak_bytes == peak
