@@ -119,6 +119,17 @@ def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.
         assert text in found["stages and parts"]
 
 
+def test_a_driver_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def fail() -> None:
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    (found,) = doctor.of_torch(doctor.torch_facts())
+    assert (found.found, found.mark) == ("CUDA unknown error", "!")
+
+
 def write_package(folder: Path, name: str, text: str = "") -> None:
     path = folder / name.replace(".", "/")
     path.mkdir(parents=True, exist_ok=True)

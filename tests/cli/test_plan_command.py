@@ -11,10 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.app.cli.first_step import first_step
 from hvd_ckpt.app.cli.plan import plan
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.build import assemble, first_step
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.plans import load_plan
 from hvd_ckpt.planning.blocks import check_called, children_of, find_blocks
@@ -195,6 +194,19 @@ def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quic
     # Which plans are tried depends on times, so the smallest peak differs a little between two calls.
     met = run("--budget", str(int(nearest[1]) * 11 // 10), "--output", "met")
     assert met.exit_code == 0, met.output
+
+
+def test_files_that_cannot_be_written_are_one_line(
+    run, quick_planner: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(plan: Plan, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Plan, "save", save)
+    result = run("--output", "full")
+    assert result.exit_code == 2, result.output
+    last = result.output.splitlines()[-1]
+    assert last.startswith("Error: --output: cannot write to '") and "No space left" in last
 
 
 def test_pipeline_stages_are_shown_and_written(run, quick_planner: None) -> None:

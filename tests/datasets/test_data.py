@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
+from snapshot_files import file_size_limit
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hvd_ckpt.app.datasets.images import Digits, ImageArrays, ImageFolder, open_images
@@ -151,6 +152,10 @@ def test_a_cache_is_found_again_until_something_changes(
         arrays = list(pool.map(lambda _: Tokens(folder).array, range(8)))
     expected = [*b"one", 259, *b"two"]
     assert all(array.tolist() == expected for array in arrays)
+    assert len(list(cache.iterdir())) == 3
+    text.write_text("cat\n" * 3_000)
+    with file_size_limit(100):  # as on a full disk, which is that of the cache
+        assert str(cache) in message(ValueError, lambda: Tokens(text, tokenizer))
     assert len(list(cache.iterdir())) == 3
 
 

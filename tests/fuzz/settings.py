@@ -200,7 +200,7 @@ class Stop(Exception):
 STOPS = (
     "hvd_ckpt.app.cli.train.run",
     "hvd_ckpt.app.cli.plan.output_folder",
-    "hvd_ckpt.app.cli.first_step.first_step",
+    "hvd_ckpt.app.training.build.first_step",
     "hvd_ckpt.app.compare.runner.options.output_folder",
 )
 BENCH = "python -m benchmarks"  # the program before the name of a suite

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -177,6 +179,22 @@ def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner
     plain = trained(folder)
     same_bits(trained(folder, gradient_checkpointing=True).model, plain.model)
     same_bits(trained(folder, extra={"budget": "0.8x"}).model, plain.model)
+
+
+def test_a_plan_leaves_what_samples_draw_to_the_training(folder, quick_planner) -> None:
+    drawn: list[list[float]] = [[]]
+
+    class Drawing(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            drawn[-1].append(numpy.random.rand() + random.random())
+            return super().__getitem__(index)
+
+    for budget in (None, "0.8x"):
+        trainer = Trainer(causal(), arguments(folder), train_dataset=Drawing(), budget=budget)
+        trainer.train()
+        drawn.append([])
+    without, planned, _ = drawn
+    assert len(planned) > len(without) and planned[-len(without) :] == without
 
 
 class Normed(torch.nn.Module):

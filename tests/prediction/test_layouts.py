@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.first_step import first_step
 from hvd_ckpt.app.cli.layout import Settings, allowed, choose, job_of, layout as command, settings_for
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training import ending, trial
+from hvd_ckpt.app.training.build import first_step
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.plans import _param_scale
 from hvd_ckpt.batchnorm import SyncBatchNorm
@@ -444,7 +444,7 @@ def test_links_are_measured_before_anything_starts_horovod(monkeypatch: pytest.M
     monkeypatch.setattr(links, "measure", lambda: called.append("links"))
     monkeypatch.setattr(runtime, "init", lambda: called.append("init"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("hvd_ckpt.app.cli.first_step.first_step", build)
+    monkeypatch.setattr("hvd_ckpt.app.training.build.first_step", build)
     result = CliRunner().invoke(command, ["--model", "gpt-tiny", "--batch", "2", "--memory", "1GiB"])
     assert (result.exit_code, called) == (2, ["links", "model"])
     assert result.output.splitlines()[-1] == "Error: no such model"

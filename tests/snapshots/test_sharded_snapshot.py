@@ -186,6 +186,8 @@ def test_export_errors_are_one_line(
     for arguments, says in (
         ((str(made[0]), "--output", str(tmp_path / "there")), "there' is there: give another name"),
         ((str(tmp_path / "none"),), "there is no snapshot in"),
+        (("x" * 300,), "cannot read 'xxx"),
+        ((str(tmp_path), "--convert", "x" * 300), "--convert: cannot use 'xxx"),
         (
             (str(made[0].with_name("step-00000001")), "--ema", "--output", str(tmp_path / "new")),
             "no averages",

@@ -56,6 +56,9 @@ class Wide(torch.utils.data.Dataset):
 def records(): return Records(), None
 class Stream:
     def __iter__(self): return iter([(torch.zeros(2), 0)] * 30)
+class Boxes(Pairs):
+    def __getitem__(self, index): return torch.zeros(2), {"box": torch.zeros(4)}
+def boxes(): return Boxes()
 def wide(): return Wide(), Wide()
 def each(output, target): return functional.cross_entropy(output, target, reduction="none")
 def words(output, target): return "good"
@@ -129,6 +132,7 @@ def test_other_forms(module: Any) -> None:
         ({"data": "own_module:fails"}, "data: own_module:fails raised FileNotFoundError: [Errno 2]"),
         ({"data": "own_module:three"}, "own_module:three returned a tuple of 3"),
         ({"data": "own_module:records"}, "a sample is a dict with the keys x, y"),
+        ({"data": "own_module:boxes"}, "no batch can be made of the samples of own_module:boxes"),
         ({"data": "own_module:Stream", "steps": 3}, "samples without numbers are for a loop of your own"),
         ({"sequence_length": 8}, "trained on own_module:data, leave it out"),
     ],

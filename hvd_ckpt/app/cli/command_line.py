@@ -130,7 +130,7 @@ class _Lines(Progress):
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def console_for_tables(width: int) -> Console:
+def console_for_tables(width: int = 120) -> Console:
     """Standard output; of that width where it is not a terminal."""
     console = Console()
     # rich would fold a table to 80 columns there, in the middle of numbers.

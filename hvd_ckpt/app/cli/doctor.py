@@ -82,11 +82,11 @@ def torch_facts() -> Facts:
     """PyTorch's version, what CUDA it was built for, and the devices it sees; or the error of importing it."""
     try:
         torch = importlib.import_module("torch")
+        cuda = torch.version.cuda
+        available = torch.cuda.is_available()
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * available)]
     except Exception as error:
         return {"error": first_line(error)}
-    cuda = torch.version.cuda
-    available = torch.cuda.is_available()
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if available else []
     facts: Facts = {
         "version": torch.__version__,
         "cuda_built": cuda,

@@ -61,7 +61,10 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
     from hvd_ckpt.snapshots.tensors import save_tensors
 
     try:
-        found = find_in(Path(run))
+        try:
+            found = find_in(Path(run))
+        except OSError as error:
+            raise ValueError(f"cannot read '{run}': {error.strerror or error}") from None
         if found is None:
             raise BadArgument(f"there is no snapshot in '{run}': give the folder of a run or of a snapshot")
         snapshot = found.path
@@ -102,4 +105,6 @@ def _convert(old: Path, run: Path) -> None:
             shutil.copyfile(settings, run / settings.name)
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
+    except OSError as error:
+        raise BadArgument(f"--convert: cannot use '{error.filename}': {error.strerror or error}") from None
     click.echo(f"Converted '{found[0]}': {written}")

@@ -37,7 +37,6 @@ SHOWN = 10  # layouts that fit, and as many that do not
 TRIED = 8  # layouts with which some steps are trained, by default
 AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fastest
 TIMED_SECONDS = 2.0  # of a trial, if its steps are neither very short nor long
-WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
 CHOSEN = ("shard", "pipeline", "tensor", "accumulate", "budget", "plan", "segments")
 """Settings that are chosen here, whatever a file says."""
@@ -171,7 +170,7 @@ def job_of(
     """
     import torch
 
-    from hvd_ckpt.app.cli.first_step import first_step
+    from hvd_ckpt.app.training.build import first_step
     from hvd_ckpt.app.training.ending import errors_everywhere
     from hvd_ckpt.app.training.model import device_of
     from hvd_ckpt.app.training.optim import optimizer_of
@@ -245,7 +244,7 @@ def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
         for row in fit[:SHOWN]
     ]
     title = f"{job.ranks} ranks, {job.batch} samples{remark}"
-    console_for_tables(WIDTH).print(table(columns, shown, ("layout", "limit"), title))
+    console_for_tables().print(table(columns, shown, ("layout", "limit"), title))
     others = rows[len(fit) :]
     if len(fit) > SHOWN:
         click.echo(f"{len(fit) - SHOWN} others fit.")
@@ -296,7 +295,7 @@ def _print_trials(tried: Sequence[tuple[LayoutRow, Trial | str]]) -> None:
         mib = (f"{value / 2**20:.0f}" for value in (each.peak, row.peak))
         shown.append((str(row.layout), f"{each.seconds:.4g}", f"{row.seconds:.4g}", *mib))
     columns = ("layout", "s of a step", "predicted", "MiB of a rank", "estimated")
-    console_for_tables(WIDTH).print(table(columns, shown, ("layout",), "tried"))
+    console_for_tables().print(table(columns, shown, ("layout",), "tried"))
 
 
 def choose(
@@ -351,15 +350,13 @@ def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job:
 
     try:
         write_text(yaml.safe_dump(settings, sort_keys=False), file)
-    except OSError as error:
-        raise BadArgument(f"--output {file}: {error.strerror}") from None
-    click.echo(f"Settings: {file}")
-    try:
+        click.echo(f"Settings: {file}")
         _draw(file.with_suffix(".png"), rows, job)
+        click.echo(f"Picture: {file.with_suffix('.png')}")
     except ImportError as error:
         say_no_pictures(error)
-    else:
-        click.echo(f"Picture: {file.with_suffix('.png')}")
+    except OSError as error:
+        raise BadArgument(f"--output {file}: {error.strerror or error}") from None
 
 
 def _draw(file: Path, rows: Sequence[LayoutRow], job: Job) -> None:

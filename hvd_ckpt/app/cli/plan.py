@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 ROUNDS = 5  # of timing
-WIDTH = 120  # of the tables where the output is not a terminal
 
 
 def _plan(config: Config) -> None:
-    from hvd_ckpt.app.cli.first_step import first_step
+    from hvd_ckpt.app.training.build import first_step
     from hvd_ckpt.app.training.model import device_of
     from hvd_ckpt.app.training.optim import optimizer_of
     from hvd_ckpt.app.training.plans import plan_for
@@ -70,7 +69,10 @@ def _plan(config: Config) -> None:
         step = Step(model, sample, AUTOCAST.get(config.precision))
         with saying("plan") as say:
             chosen, baseline = _measured(chosen, step, say)
-    _report(chosen, baseline, folder)
+    try:
+        _report(chosen, baseline, folder)
+    except OSError as error:
+        raise BadArgument(f"--output: cannot write to '{folder}': {error.strerror or error}") from None
     if unmet is not None:
         nearest = unmet.smallest
         share = nearest / chosen.baseline.peak_bytes
@@ -133,7 +135,7 @@ def _report(chosen: Plan, baseline: Cost | None, folder: Path) -> None:
     """Prints the tables and writes the files."""
     from hvd_ckpt.app.cli import plan_show
 
-    console = console_for_tables(WIDTH)
+    console = console_for_tables()
     plan_show.print_plan(chosen, console, baseline)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")

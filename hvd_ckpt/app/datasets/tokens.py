@@ -8,7 +8,7 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +93,10 @@ class Tokens:
         if documents is not None:
             self.boundary = self.separator
             encoder += f" {documents}"
+        path = files[0]
         try:
             if known is None and len(files) == 1 and documents is None:
-                path, kind = files[0], numpy.dtype(numpy.uint8)
+                kind = numpy.dtype(numpy.uint8)
             else:
                 kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
                 path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
@@ -106,8 +107,7 @@ class Tokens:
             # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
             self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
         except OSError as error:
-            place = error.filename or (files[0] if cache is None else cache)
-            raise ValueError(f"cannot use '{place}': {error.strerror or error}") from None
+            raise ValueError(f"cannot use '{error.filename or path}': {error.strerror or error}") from None
 
     boundary: int | None = None
 
@@ -115,16 +115,9 @@ class Tokens:
         return len(self.array)
 
     def _number_special(self, known: Tokenizer | None) -> None:
-        self.vocabulary = self.ordinary
-        numbers = []
-        for names in SPECIAL.values():
-            tokens = [] if known is None else [known.token_to_id(name) for name in names]
-            number = next((token for token in tokens if token is not None), None)
-            if number is None:
-                number = self.vocabulary
-                self.vocabulary += 1
-            numbers.append(number)
+        numbers = [number for _, number in special_tokens(known, self.ordinary).values()]
         self.mask, self.padding, self.start, self.separator = numbers
+        self.vocabulary = max(self.ordinary, *(number + 1 for number in numbers))
 
     def _encode(
         self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
@@ -254,6 +247,18 @@ def number_of_tokens(tokenizer: Tokenizer, name: str | os.PathLike[str]) -> int:
     if highest >= MOST_TOKENS:
         raise ValueError(f"tokenizer '{name}': it has token {highest}, above {MOST_TOKENS}")
     return highest + 1
+
+
+def special_tokens(tokenizer: Tokenizer | None, ordinary: int) -> dict[str, tuple[str, int]]:
+    """Name and number of each of the :data:`SPECIAL` tokens. Those that the tokenizer lacks have numbers from ``ordinary`` on."""
+    found, following = {}, count(ordinary)
+    for kind, names in SPECIAL.items():
+        known: list[Any] = (
+            [(name, tokenizer.token_to_id(name)) for name in names] if tokenizer is not None else []
+        )
+        there = next((pair for pair in known if pair[1] is not None), None)
+        found[kind] = there or (names[0], next(following))
+    return found
 
 
 def _bytes(file: Path) -> Iterator[NDArray[Any]]:

@@ -29,6 +29,7 @@ from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.app.integrations.transformers_data import DividingAccelerator
 from hvd_ckpt.collectives.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
+from hvd_ckpt.utils.random_sources import global_sources
 from hvd_ckpt.utils.rules import TRAINER, check
 
 
@@ -177,7 +178,11 @@ class _OverHorovod:
             return self.optimizer
         if self._budget is not None:
             # The batch of the plan is drawn aside: training then draws the same random numbers as without a budget.
-            with torch.random.fork_rng(), self.compute_loss_context_manager():
+            with contextlib.ExitStack() as aside:
+                for source in global_sources():
+                    aside.callback(source.restore)
+                aside.enter_context(torch.random.fork_rng())
+                aside.enter_context(self.compute_loss_context_manager())
                 inputs = self._prepare_inputs(next(iter(self.get_train_dataloader())))
             dtype = torch.bfloat16 if self.args.bf16 else None
             plan = hc.plan(self.model, kwargs=inputs, budget=self._budget, autocast=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,17 @@ from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.functions import objective_of, open_data
+from hvd_ckpt.app.training.model import convert_batch_norms
+from hvd_ckpt.app.training.optim import freeze
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.offload.host_memory import init_on_disk
+from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.utils.measure import undisturbed
-from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.named import import_named, is_named
 from hvd_ckpt.utils.schema import shown
 from hvd_ckpt.utils.text import DOCUMENTS
 
@@ -88,11 +92,9 @@ def assemble(config: Config, device: torch.device = CPU) -> Assembly:
     place: Any = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
     if config.shard.offload == "parameters":
         place = init_on_disk(config.shard.folder)
-    try:
-        with place:
-            model = entry.build(facts, config.model_options)
-    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has
-        raise ConfigError(f"model {config.model}: {' '.join(str(error).split())}") from None
+    sizes = (RuntimeError, MemoryError, OverflowError)  # that no machine has
+    with config_errors(*sizes, about=f"model {config.model}"), place:
+        model = entry.build(facts, config.model_options)
     if entry.folder is not None:
         _check_limits(config, model, facts)
     return Assembly(model, objective, train, test)
@@ -177,6 +179,67 @@ def _check_limits(config: Config, model: nn.Module, facts: dict[str, Any]) -> No
         raise ConfigError(
             f"sequence_length {facts['length']}: the model {config.model} takes at most {length} tokens"
         )
+
+
+# ------------------------------------------------------------------------------------ a step without training
+
+
+def sample_of(data: Dataset, numbers: Sequence[int], objective: Objective, device: torch.device) -> Sample:
+    """The samples with these numbers as a batch whose step is measured."""
+    batch = data.batch(numbers, [0] * len(numbers)).to(device)
+    return Sample(batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
+
+
+def first_step(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
+    """The model of a run, in training mode, and a function that makes a batch of so many samples, both on a device.
+
+    The samples are those of the run. Without ``data``, a model ``module:function`` has its own: the function returns (model, tuple
+    of its arguments, loss or None), for a number of samples if it takes ``batch``.
+
+    Args:
+        device: on ``meta``, no memory is taken.
+
+    Raises:
+        ConfigError: as of :func:`assemble`, or the function returns something else, or ``freeze`` or
+            ``batch_norm`` do not fit the model.
+    """
+    named = is_named(config.model) and config.data is None
+    model, sample = (_returned if named else _assembled)(config, device)
+    with config_errors():
+        if config.freeze is not None:
+            freeze(model, config.freeze)
+        return convert_batch_norms(model, config), sample
+
+
+def _assembled(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
+    parts = assemble(config, device)
+
+    def sample(count: int) -> Sample:
+        numbers = [number % len(parts.train) for number in range(count)]
+        return sample_of(parts.train, numbers, parts.objective, device)
+
+    return parts.model.to(device), sample
+
+
+def _returned(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
+    with config_errors():
+        entry = catalog.find(config.model)
+        entry.check_options(config.model_options)
+
+    def call(count: int) -> tuple[nn.Module, Sample]:
+        torch.manual_seed(config.seed)
+        sizes = {"batch": count} if "batch" in entry.options else {}
+        match import_named("model", config.model)(**{**sizes, **config.model_options}):
+            case (nn.Module() as model, tuple() as args, loss) if loss is None or callable(loss):
+                args = map_tensors(lambda tensor: tensor.to(device), torch.Tensor, args)
+                return model.to(device), Sample(args, {}, loss)
+            case other:
+                raise ConfigError(
+                    f"model {config.model}: it returned {type(other).__name__}, and must return (model, tuple of sample arguments, "
+                    "loss or None), or give data"
+                )
+
+    return call(1)[0], lambda count: call(count)[1]
 
 
 def check_functions(config: Config, parts: Assembly) -> None:

@@ -78,7 +78,7 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     samples, evaluated = Samples(train), None if test is None else Samples(test)
     try:
         # One batch is made now, so that samples of a wrong form are an error here and not in the loader.
-        samples.batch([0], [0])
+        samples.batch([0], [0]).split(1)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(

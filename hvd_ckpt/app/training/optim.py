@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.config import Config, config_errors
 from hvd_ckpt.utils.elementwise import optimizer_classes
 from hvd_ckpt.utils.text import SCHEDULES, unknown
 
@@ -80,10 +80,8 @@ def optimizer_of(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         groups += [{**group, **scale} for group in _groups(untied, weight_decay, decays)]
     if not groups:
         raise ValueError("the model has no parameter that is trained: unfreeze some")
-    try:
+    with config_errors(TypeError, RuntimeError, IndexError, about=f"optimizer '{name}'"):
         optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=config.lr, **given)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
     return optimizer
 
 

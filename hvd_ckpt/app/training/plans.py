@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.build import sample_of
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.field_types import Planned
 from hvd_ckpt.app.training.resume import plan_text
@@ -44,7 +45,7 @@ def choose_plan(trainer: Trainer, resumed: Snapshot | None) -> tuple[Plan | None
     text = plan_text(config, resumed)  # of the run's earlier plan, if it is still valid
     # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
     if text is not None:
-        with errors_everywhere("hvd_ckpt.train.plan_file"):
+        with errors_everywhere("hvd_ckpt.train.plan_file"), config_errors(OSError, about="plan"):
             if first:
                 write_text(text, file)
     if text is None and config.plan is None:
@@ -55,9 +56,10 @@ def choose_plan(trainer: Trainer, resumed: Snapshot | None) -> tuple[Plan | None
                 Path(str(config.plan)) if text is None else file, trainer.model, config.precision
             )
             _check_stages(chosen, config)
-    if first:
-        chosen.save(file)
-        text = file.read_text("utf-8")
+    with errors_everywhere("hvd_ckpt.train.plan_saved"), config_errors(OSError, about="plan"):
+        if first:
+            chosen.save(file)
+            text = file.read_text("utf-8")
     return chosen, of_first_process(text, "hvd_ckpt.train.plan_text")
 
 
@@ -67,12 +69,11 @@ def _make_plan(trainer: Trainer) -> Plan:
     config, model, objective = trainer.config, trainer.model, trainer.objective
     count = min(config.micro_batch, len(trainer.train))
     with errors_everywhere("hvd_ckpt.train.sample"):
-        batch = trainer.train.batch(range(count), [0] * count).to(trainer.device)
+        sample = sample_of(trainer.train, range(count), objective, trainer.device)
     if config.in_stages and current().number == 0:
         # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
         model.to(trainer.device)
     try:
-        sample = Sample(batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
         return plan_for(config, model, sample, trainer.optimizer)
     except ValueError as error:
         raise ConfigError(f"budget {config.budget}: {error}") from None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hvd_ckpt.app.datasets.text import TEXTS
-from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
+from hvd_ckpt.app.datasets.tokens import BYTES, number_of_tokens, read_tokenizer, special_tokens
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import find_tokenizer
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
@@ -68,15 +68,13 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
         ConfigError: the weights are not of the run's model.
         Wrong: the model is not one of transformers.
     """
-    try:
+    with config_errors(RuntimeError, about=f"model {run.config.model}"):
         embeddings = next((weights[name] for name in EMBEDDINGS if name in weights), None)
         if embeddings is None or embeddings.dim() != 2:
             raise ValueError("the snapshot has no token embeddings of such a model")
         facts = {"vocabulary": len(embeddings), "length": run.length}
         model = catalog.find(run.config.model).build(facts, run.config.model_options)
         model.load_state_dict(weights)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(model, WrappedChain):
         raise Wrong(
             f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
@@ -97,19 +95,15 @@ def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
     """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
     as in :class:`hvd_ckpt.app.datasets.tokens.Tokens`."""
     tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
-    following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    special = {}
     theirs = {"mask": "mask_token", "padding": "pad_token", "start": "cls_token", "separator": "sep_token"}
-    for kind, names in SPECIAL.items():
-        token = next((name for name in names if tokenizer.token_to_id(name) is not None), None)
-        if token is None:
-            token, following = names[0], following + 1
+    special = special_tokens(tokenizer, number_of_tokens(tokenizer, run.tokenizer or ""))
+    for token, number in special.values():
+        if tokenizer.token_to_id(token) is None:
             tokenizer.add_special_tokens([token])
-            # The tokens had these numbers in training, so a tokenizer that would give others cannot be written.
-            if tokenizer.token_to_id(token) != following - 1:
-                raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {names[0]} to it")
-        special[theirs[kind]] = token
-    return tokenizer, special
+        # The tokens had these numbers in training, so a tokenizer that would give others cannot be written.
+        if tokenizer.token_to_id(token) != number:
+            raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {token} to it")
+    return tokenizer, {theirs[kind]: token for kind, (token, _) in special.items()}
 
 
 def _byte_tokenizer() -> Any:
