@@ -26,9 +26,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-        self.unused = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, 6), nn.Tanh()) for n in (WIDTH, 6, 6))
+        self.unused = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
