@@ -174,6 +174,20 @@ def test_a_reentrant_region_some_of_whose_results_need_gradients(run):
     assert torch.equal(x.grad, -x.detach().sin())
 
 
+def test_a_reentrant_region_of_which_nothing_needs_a_gradient_keeps_nothing():
+    class Hidden:  # where nobody looks
+        layer = nn.Linear(3, 3)
+
+    x = torch.randn(2, 3)
+    alive = weakref.ref(x)
+    y = reentrant(lambda x: x.sin().cos(), x)
+    del x
+    gc.collect()
+    assert alive() is None and not y.requires_grad
+    reentrant(lambda x: Hidden.layer(x), y).sum().backward()
+    assert Hidden.layer.weight.grad is not None
+
+
 def test_a_reentrant_region_that_is_recomputed_for_nothing_warns():
     layer, head = nn.Linear(3, 3), nn.Linear(3, 3)
     hidden = reentrant(lambda x: layer(x).detach(), torch.randn(2, 3))
