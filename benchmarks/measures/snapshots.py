@@ -18,7 +18,7 @@ from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.schema import Range
-from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 SIZES = {"batch": 2, "length": 64, "width": 512, "layers": 4}  # 150 MB of weights and both moments of AdamW
 
@@ -32,9 +32,8 @@ class _Run:
         self.model = self.workload.model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.inputs, self.targets = self.workload.draw(0, 0)
-        alone = Participant(0, 1, "00000000")
         self.writers = {
-            way: SnapshotWriter(folder / way, 1, alone, _no_warning, blocking=way == "blocking")
+            way: SnapshotWriter(folder / way, 1, 0, 1, "00000000", _no_warning, blocking=way == "blocking")
             for way in WRITERS
         }
 

@@ -1,10 +1,9 @@
 """Snapshots: what a run needs to resume, on disk.
 
 snapshots      ``Snapshots``, which a loop uses
-training_state what a loop trains: checks, saving and loading
+training_state what a loop trains, and random state: checks, saving and loading
 model          the tensors of a model and optimizer, and which elements of them a process has
 schema         manifest, tensors and ranges
-random_state   random state of a process
 content        what a rank saves and writes, and how rank 0 completes it
 writer         the thread that writes
 folder         names of snapshots, renames and removal

@@ -75,15 +75,13 @@ class SavedState:
 
 
 class RankManifest(Strict):
-    """The files of a rank, or the reason for its failure in one line; only rank 0's has ``aliases`` of weights.
+    """The files of a rank, or the reason for its failure in one line.
 
     ``tensors`` are those of which it has the first element; ``needed``: the bytes that it needs, if there is no room on the disk.
     """
 
     host: str = Field(default_factory=host_name)
     files: dict[str, FileEntry] = Field(default_factory=dict)
-    aliases: dict[str, str] = Field(default_factory=dict)
-    layout: Layout = Field(default_factory=Layout)
     tensors: dict[str, TensorMetadata] = Field(default_factory=dict)
     ranges: Ranges = Field(default_factory=dict)
     fault: str = ""
@@ -91,14 +89,8 @@ class RankManifest(Strict):
 
 
 def staged(rank: int, staging: Staging | None, state: SavedState) -> SavedState:
-    """The state with copies in place of tensors, which ``staging`` makes: of those that may change at once before this returns.
-
-    Args:
-        staging: None to copy nothing.
-
-    Raises:
-        Wrong: the state holds something that files do not, or there is no memory for the copies.
-    """
+    """The state with copies in place of tensors, which ``staging`` makes, if given: of those that may change at once before this
+    returns. Raises Wrong if the state holds something that files do not, or there is no memory for the copies."""
 
     def copy_of(tensor: Tensor, at_once: bool = False) -> Tensor:
         return tensor if staging is None else staging.copy_of(tensor, at_once or tensor.nbytes <= SMALL)
@@ -127,8 +119,6 @@ def write_content(temporary: Path, rank: int, state: SavedState) -> RankManifest
     files[tensors_file(rank)] = save_tensors(temporary / tensors_file(rank), tensors)
     return RankManifest(
         files=files,
-        aliases=dict(state.aliases) if rank == 0 else {},
-        layout=state.layout,
         # Once for all ranks: rank 0 would read it of each.
         tensors={each.name: each.whole for each in state.ranges if each.start == 0},
         ranges={each.name: (each.start, each.stop) for each in state.ranges if each.start < each.stop},
@@ -139,11 +129,8 @@ def write_content(temporary: Path, rank: int, state: SavedState) -> RankManifest
 
 
 def await_folder(temporary: Path) -> None:
-    """Waits, on a rank other than 0, for the folder that rank 0 makes when it begins the snapshot.
-
-    Raises:
-        Wrong: it does not come.
-    """
+    """Waits, on a rank other than 0, for the folder that rank 0 makes when it begins the snapshot. Raises Wrong if it does not
+    come."""
     for waited in _looks():
         # Listing the folder makes a network file system ask its server again.
         if temporary.is_dir() or temporary.name in names_in(temporary.parent):
@@ -153,11 +140,7 @@ def await_folder(temporary: Path) -> None:
 
 
 def send(temporary: Path, rank: int, manifest: RankManifest) -> None:
-    """Hands this rank's manifest to rank 0.
-
-    Raises:
-        OSError: one without a fault cannot be written.
-    """
+    """Hands this rank's manifest to rank 0. Raises OSError if one without a fault cannot be written."""
     place = temporary / _name(rank)
     complete = place.with_suffix(".new")
     try:
@@ -176,20 +159,13 @@ def send(temporary: Path, rank: int, manifest: RankManifest) -> None:
 
 
 def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[RankManifest]:
-    """Waits, on rank 0, for the manifests of all other ranks, and removes their files; in rank order.
-
-    Args:
-        given_up: returns whether this process ends, and will not wait any longer.
-
-    Raises:
-        Wrong: one does not come.
-        OSError: the folder cannot be read.
-    """
+    """Waits, on rank 0, for the manifests of all other ranks, and removes their files; in rank order. Raises Wrong if one does not
+    come, also when ``given_up`` returns that this process ends."""
     manifests: dict[int, RankManifest] = {}
-    missing = list(range(1, ranks))
     for waited in _looks():
         # One listing for all ranks, for which a network file system asks its server.
-        names = set(os.listdir(temporary)) if missing else set()
+        names = set(os.listdir(temporary)) if ranks > 1 else set()
+        missing = [rank for rank in range(1, ranks) if rank not in manifests]
         manifests.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
         missing = [rank for rank in missing if rank not in manifests]
         if not missing:
@@ -207,8 +183,6 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
     path = temporary / _name(rank)
     try:
         manifest = parse_json(RankManifest, path.read_bytes(), "write it again", "write it again")
-        if not manifest.fault and sorted(manifest.files) != sorted(files_of(rank)):
-            raise Wrong("it names other files")
     except Wrong:
         manifest = RankManifest(
             host="?", fault=f"it could not report what it has written to '{temporary}': make room there"
@@ -218,16 +192,12 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
     return manifest
 
 
-def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Warn) -> None:
-    """Completes a snapshot, on rank 0.
-
-    Args:
-        ranks: the manifests of all ranks, in their order.
-        warn: called with the reason if an older snapshot of the step cannot be removed.
-
-    Raises:
-        Wrong: a rank has failed, this one included, or the ranks' files do not fit each other.
-    """
+def complete(
+    temporary: Path, step: int, state: SavedState, ranks: Sequence[RankManifest], warn: Warn
+) -> None:
+    """Completes a snapshot, on rank 0, which has saved ``state``, of the manifests of all ranks, in their order. Warns if an older
+    snapshot of the step cannot be removed. Raises Wrong if a rank has failed, this one included, or the ranks' files do not fit
+    each other."""
     for rank, manifest in enumerate(ranks):
         if manifest.fault:
             raise Wrong(f"rank {rank}: {manifest.fault}")
@@ -246,11 +216,11 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
             ranks=len(ranks),
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             libraries=libraries(),
-            layout=ranks[0].layout,
+            layout=state.layout,
             files=dict(sorted(item for manifest in ranks for item in manifest.files.items())),
             ranges=tuple(manifest.ranges for manifest in ranks),
             tensors=dict(item for manifest in ranks for item in manifest.tensors.items()),
-            aliases=ranks[0].aliases,
+            aliases=dict(state.aliases),
         )
         save_bytes(temporary / MANIFEST, whole.encode())
         # Names first, then the rename: after a power failure there must be no snapshot by name that lacks a file.

@@ -6,7 +6,6 @@ The weights were in ``model.safetensors`` (whole) or ``weights-N.safetensors`` (
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,67 +24,59 @@ from hvd_ckpt.snapshots.folder import (
     temporary_name,
 )
 from hvd_ckpt.snapshots.model import divided, options_of, plain_values
-from hvd_ckpt.snapshots.reader import naming
+from hvd_ckpt.snapshots.reader import Snapshot, naming
 from hvd_ckpt.snapshots.schema import (
-    DAMAGED,
     MANIFEST,
-    REPLICATED,
     FileEntry,
     Layout,
+    Manifest,
     Range,
     TensorMetadata,
     document_of,
     rank_file,
 )
-from hvd_ckpt.snapshots.tensors import TensorFile, hash_file, load_state
+from hvd_ckpt.snapshots.tensors import TensorFile
 from hvd_ckpt.utils.schema import Wrong
 
 WHOLE: dict[str, Any] = {"stage": 0, "parameters": {}, "optimizer": None, "weights": None}
 
 
 def convert(old: Path, folder: Path) -> Path:
-    """Writes a snapshot of the earlier version as one of this version; returns its path.
-
-    Args:
-        old: the snapshot.
-        folder: folder of the new one, such as RUN/snapshots.
-
-    Raises:
-        SnapshotError: the snapshot is damaged or not of the earlier version, or cannot be written.
-    """
+    """Writes a snapshot of the earlier version as one of this version into a folder, such as RUN/snapshots; returns its path.
+    Raises SnapshotError if it is damaged or not of the earlier version, or cannot be written."""
     with naming(old):
         manifest = document_of((old / MANIFEST).read_bytes())
         if manifest.get("version") != 1:
             raise Wrong("it is not of the earlier version: use it as it is")
         try:
-            name = name_of(manifest["step"])
-            for file, entry in manifest["files"].items():
-                if Path(file).name != file or hash_file(old / file) != FileEntry(**entry):
-                    raise Wrong(f"{json.dumps(file)} is not what was written: {DAMAGED}")
-            states = _states(old, manifest)
+            place = folder / name_of(manifest["step"])
+            files = {file: FileEntry(**entry) for file, entry in manifest["files"].items()}
+            states = _states(Snapshot(old, Manifest.model_construct(files=files)), manifest)
+        except SnapshotError:
+            raise
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise Wrong(f"it is not what the earlier version writes ({reason})") from None
-    temporary = folder / temporary_name(name)
+    temporary = folder / temporary_name(manifest["step"])
     try:
         make_folder(temporary)
         written = [
             write_content(temporary, rank, staged(rank, None, state)) for rank, state in enumerate(states)
         ]
-        complete(temporary, manifest["step"], written, warnings.warn)
+        complete(temporary, manifest["step"], states[0], written, warnings.warn)
     except (OSError, Wrong) as error:
         discard(temporary)
         raise SnapshotError(f"The snapshot '{old}' was not converted: {reason_of(error)}.") from None
-    return folder / name
+    return place
 
 
-def _states(path: Path, manifest: Mapping[str, Any]) -> list[SavedState]:
+def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
     """What the ranks would save now."""
     ranks, sharding = manifest["ranks"], manifest["sharding"] or WHOLE
     stages = sharding.get("pipeline_stages", 1)
     if sharding.get("tensor", 1) > 1:
         raise Wrong("it is of tensor parallelism: end that run by the earlier version")
-    model = TensorFile(path / "model.safetensors")
+    model = TensorFile(old.verified("model.safetensors"))
     weights = [Range.of(f"weights/{name}", model.read(name)) for name in model.names()]
     whole = {each.name.removeprefix("weights/"): each.whole for each in weights}
     for name, known in sharding["parameters"].items():
@@ -108,7 +99,7 @@ def _states(path: Path, manifest: Mapping[str, Any]) -> list[SavedState]:
         shards = (shard.values() if isinstance(shard, dict) else shard for shard in sharding[kind][rank])
         return [(name, offset, offset + size) for name, offset, size in shards]
 
-    replicated = load_state(path / REPLICATED)
+    replicated = old.replicated
     optimizer, ema = replicated.pop("optimizer"), replicated["ema"] or {"averages": {}}
     if replicated["ema"] is not None:
         replicated["ema"] = {"n_averaged": ema["n_averaged"]}
@@ -117,19 +108,19 @@ def _states(path: Path, manifest: Mapping[str, Any]) -> list[SavedState]:
     layout = Layout(stage=sharding["stage"], pipeline_stages=stages)
     states = []
     for rank in range(ranks):
-        own, ranges = load_state(path / rank_file(rank)), weights if rank == 0 else list[Range]()
+        own, ranges = old.state(rank_file(rank)), weights if rank == 0 else list[Range]()
         if own["local"] is not None:
             raise Wrong(
                 "it is of local SGD, where ranks have weights of their own: end that run by the earlier version"
             )
         if sharding["weights"] is not None:
-            shards = TensorFile(path / f"weights-{rank:05d}.safetensors")
+            shards = TensorFile(old.verified(f"weights-{rank:05d}.safetensors"))
             for piece in pieces_of("weights", rank):
                 ranges += ranges_of({"weights": shards.read(piece[0])}, piece)
         pieces: Sequence[tuple[str, int, int]] = ()
         own["optimizer"], state = None, None
         if sharding["optimizer"] is not None:
-            state, pieces = load_state(path / f"shard-{rank:05d}.pt"), pieces_of("optimizer", rank)
+            state, pieces = old.state(f"shard-{rank:05d}.pt"), pieces_of("optimizer", rank)
             optimizer = optimizer or state
         elif rank == 0:
             names = [name for group in replicated["groups"] for name in group]

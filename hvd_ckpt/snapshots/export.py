@@ -11,34 +11,26 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, Range
+from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, Manifest, Range
 from hvd_ckpt.snapshots.tensors import save_tensors
 from hvd_ckpt.utils.schema import Wrong, shown
 
 Write = Callable[[Path, dict[str, Tensor]], object]
 
 
-class Exported(NamedTuple):
-    """The result of :func:`export`: training steps taken, ranks that wrote the snapshot, tensors and bytes."""
-
-    step: int
-    ranks: int
-    tensors: int
-    bytes: int
-
-
-def export(path: Path, output: Path, ema: bool = False, write: Write = save_tensors) -> Exported:
+def export(
+    path: Path, output: Path, ema: bool = False, write: Write = save_tensors
+) -> tuple[Manifest, int, int]:
     """Writes the weights and buffers of a snapshot, with the names and shapes of ``state_dict()``, as one safetensors file.
 
     Tied weights are there under each of their names. Of a run of local SGD they are the mean of all ranks'. The file is there
-    completely or not at all.
+    completely or not at all. Returns the manifest of the snapshot, and the numbers of tensors and bytes that were written.
 
     Args:
         path: path of a snapshot.
@@ -68,8 +60,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write = save_tens
         else:
             unnamed.unlink(missing_ok=True)
     written = [output] if output.is_file() else list(output.iterdir())
-    size = sum(file.stat().st_size for file in written)
-    return Exported(snapshot.manifest.step, snapshot.manifest.ranks, len(weights), size)
+    return snapshot.manifest, len(weights), sum(file.stat().st_size for file in written)
 
 
 def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
@@ -81,11 +72,7 @@ def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 def whole_weights(snapshot: Snapshot, ema: bool = False) -> dict[str, Tensor]:
-    """Weights and buffers of a snapshot under all their names, or with ``ema`` the averages in place of those that have one.
-
-    Raises:
-        SnapshotError: the snapshot is damaged, or has no averages.
-    """
+    """Weights and buffers of a snapshot under all their names, or with ``ema`` the averages in place of those that have one."""
     weights = snapshot.whole_tensors("weights")
     if snapshot.manifest.layout.apart:
         _take_means(snapshot, weights)

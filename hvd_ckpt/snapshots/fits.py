@@ -55,17 +55,13 @@ class Apart(State):
 
 
 class OptimizerValues(State):
-    """What an optimizer keeps besides tensors of a parameter's elements.
+    """What an optimizer keeps besides tensors of a parameter's elements."""
 
-    Attributes:
-        state: of each parameter, by name; None for an entry that is a tensor of the snapshot.
-        others: of no parameter.
-        more: further entries of its ``state_dict()``.
-    """
-
-    state: dict[str, dict[str, Any]]
-    others: dict[Any, Any]
-    more: dict[str, Any]
+    state: dict[
+        str, dict[str, Any]
+    ]  # of each parameter, by name; None for an entry that is a tensor of the snapshot
+    others: dict[Any, Any]  # of no parameter
+    more: dict[str, Any]  # further entries of its state_dict()
 
 
 class ReplicatedState(State):
@@ -150,13 +146,8 @@ def validated(schema: type[S], value: Any, place: str) -> S:
 
 
 def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises SnapshotError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
-
-    Args:
-        snapshot: that :func:`check_state` has passed.
-        model: the model that will have these weights; in a pipeline stage, those of its blocks.
-        optimizer: optimizer of the model, distributed or not.
-    """
+    """Raises SnapshotError unless weights, buffers and optimizer state are of this model and optimizer (distributed or not), by
+    names and shapes. :func:`check_state` has passed the snapshot; in a pipeline stage, the model has the weights of its blocks."""
     names = ModelTensors(model, optimizer)
     with snapshot.comparing():
         _check_tensors(snapshot, names, dict(model.named_buffers()))
@@ -210,15 +201,8 @@ def _check_groups(snapshot: Snapshot, names: ModelTensors) -> None:
 
 
 def optimizer_values(snapshot: Snapshot, wanted: Iterable[str], copy: str = "") -> dict[str, Any]:
-    """The plain values that an optimizer keeps of these parameters, by name, and those of none.
-
-    Args:
-        copy: whose, if ranks had weights of their own: such as ``"@3"``; by default rank 0's.
-
-    Raises:
-        SnapshotError: a file is damaged, or no longer there.
-        Wrong: no rank has values of a parameter.
-    """
+    """The plain values that an optimizer keeps of these parameters, by name, and those of none; ``copy``: whose, if ranks had
+    weights of their own, as of :attr:`.ModelTensors.copy`. Raises Wrong if no rank has values of a parameter."""
     missing, manifest = set(wanted), snapshot.manifest
     found: dict[str, Any] = {"state": {}}
     candidates = [int(copy[1:] or 0)]
@@ -237,6 +221,11 @@ def optimizer_values(snapshot: Snapshot, wanted: Iterable[str], copy: str = "") 
         found = {"others": values.others, "more": values.more, **found}
         found["state"].update({name: values.state[name] for name in missing & values.state.keys()})
         missing -= values.state.keys()
+    for name in list(missing):  # shards have no state of a parameter without elements
+        whole = manifest.tensors.get(f"weights/{name}")
+        if whole is not None and not whole.numel:
+            found["state"][name] = {}
+            missing.discard(name)
     if missing:
         raise Wrong(f"it has no optimizer state of {shown(min(missing))}: {OTHER_MODEL}")
     return found

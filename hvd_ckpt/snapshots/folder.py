@@ -34,9 +34,9 @@ class SnapshotError(ValueError):
         super().__init__(one_line(message))
 
 
-def temporary_name(name: str, token: str | None = None) -> str:
+def temporary_name(step: int, token: str | None = None) -> str:
     """The name of a snapshot that is being written or removed, with a new token unless 8 hexadecimal digits are given."""
-    return f".{name}.tmp-{token or secrets.token_hex(4)}"
+    return f".{name_of(step)}.tmp-{token or secrets.token_hex(4)}"
 
 
 def is_left_over(name: str) -> bool:
@@ -55,11 +55,7 @@ def step_of(path: Path) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """All names in a folder, sorted; an empty list if it does not exist.
-
-    Raises:
-        SnapshotError: it cannot be read.
-    """
+    """All names in a folder, sorted; an empty list if it does not exist. Raises SnapshotError if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -85,18 +81,14 @@ def remove(paths: Iterable[Path], warn: Warn) -> None:
     """Removes snapshots and what interrupted writes have left.
 
     All snapshots are renamed first, the oldest one first, which takes almost no time. Then the files are removed. If this is
-    interrupted, nothing that is left looks like a snapshot, and the newest one of the snapshots has stayed to the last.
-
-    Args:
-        warn: takes a warning for each that cannot be removed.
+    interrupted, nothing that is left looks like a snapshot, and the newest one of the snapshots has stayed to the last. Warns of
+    each that cannot be removed.
     """
     aside = []
     for path in sorted(paths, key=step_of):
         with _warning(path, warn):
             named = _REPLACED.fullmatch(path.name) or SNAPSHOT.fullmatch(path.name)
-            aside.append(
-                path.rename(path.with_name(temporary_name(name_of(step_of(path))))) if named else path
-            )
+            aside.append(path.rename(path.with_name(temporary_name(step_of(path)))) if named else path)
     for folder in {path.parent for path in aside}:
         with suppress(OSError):
             sync_folder(folder)
@@ -119,14 +111,10 @@ def _warning(path: Path, warn: Warn) -> Iterator[None]:
 
 
 def discard(temporary: Path) -> None:
-    """Removes a folder that other ranks may still be writing to.
-
-    It is renamed first, so that a late rank finds no folder to write to. Files that fail to be removed stay under that name.
-    """
+    """Removes a folder that other ranks may still be writing to. It is renamed first, so that a late rank finds no folder to write
+    to. Files that fail to be removed stay under that name."""
     with suppress(OSError):
-        temporary = temporary.rename(
-            temporary.with_name(temporary_name(temporary.name[1:].partition(".")[0]))
-        )
+        temporary = temporary.rename(temporary.with_name(temporary_name(step_of(temporary))))
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -149,14 +137,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(temporary: Path, place: Path, warn: Warn) -> None:
-    """Gives a complete snapshot its name; one that has the name is removed, but not before.
-
-    Args:
-        warn: as in :func:`remove`.
-
-    Raises:
-        OSError: it cannot be renamed; the one that had the name has it still.
-    """
+    """Gives a complete snapshot its name; one that has the name is removed (:func:`remove`), but not before. Raises OSError if it
+    cannot be renamed; the one that had the name has it still."""
     # What a kill leaves, and what a run that resumes takes for the snapshot of this step:
     #
     #     before the first rename      step-N                      the old one; .step-N.tmp-T is left over

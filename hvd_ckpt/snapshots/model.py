@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Range, TensorMetadata
-from hvd_ckpt.snapshots.tensors import is_stored, map_tensors, stored
+from hvd_ckpt.snapshots.tensors import map_tensors, not_stored, stored
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.elementwise import COUNTERS
 from hvd_ckpt.utils.schema import Wrong, shown
@@ -59,28 +58,6 @@ class Part(NamedTuple):
         return flat if self.spec is None else self.spec.unflatten(flat)
 
 
-def _layout_of(optimizer: Any) -> Any:
-    """The layout of the shards of an optimizer; None without them."""
-    return optimizer.sharding.layout if getattr(optimizer, "shard_stage", 0) > 0 else None
-
-
-def identity_of(model: nn.Module, optimizer: Any) -> list[Any]:
-    """What changes if a model or an optimizer gets other tensors, groups or names: each save compares it."""
-    layout = _layout_of(optimizer)
-    found: list[Any] = [layout]
-    for module in model.modules():
-        found += (module, *module._modules, *module._non_persistent_buffers_set)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found += (name, id(tensor))
-            if tensor is None or (layout is not None and layout.index(tensor) is not None):
-                continue  # the layout has the shape
-            if tensor.layout is torch.strided:
-                found += (tensor.dtype, tensor.shape, tensor.stride())
-    found += ([id(one) for one in group["params"]] for group in getattr(optimizer, "param_groups", ()))
-    found += ((piece.name, piece.start, piece.stop) for piece in getattr(optimizer, "pieces", ()))
-    return found
-
-
 class ModelTensors:
     """The tensors of a model by the names that they have in a snapshot: for tied ones the first.
 
@@ -89,7 +66,6 @@ class ModelTensors:
         optimizer: that steps it, distributed or not; None if only weights matter.
 
     Attributes:
-        identity: tells whether model and optimizer still have the tensors that are listed here.
         tensors: parameters and buffers of this process, by name.
         aliases: further names of tied tensors of the whole model, and the name that each is stored under.
         in_stages: whether the model has some blocks of a whole one.
@@ -98,8 +74,8 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._optimizer, self._grid = optimizer, current()
-        self.identity = identity_of(model, optimizer)
-        self.layout: Any = _layout_of(optimizer)
+        is_sharded = getattr(optimizer, "shard_stage", 0) > 0
+        self.layout: Any = optimizer.sharding.layout if is_sharded else None
         # Under all names that they have in state_dict(), which is refused where parameters are split.
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -126,7 +102,6 @@ class ModelTensors:
         self._buffers = [part for part in whole if not isinstance(part.tensor, nn.Parameter)]
         self._own_buffers = dict(model.named_buffers())
         self._places: dict[tuple[int, torch.dtype], tuple[TensorMetadata, int]] = {}
-        self._shares: dict[bool, dict[str, Part]] = {}
 
     def place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> tuple[TensorMetadata, int]:
         """The whole tensor, or its state of another dtype, and the first element there of this process's part."""
@@ -148,7 +123,7 @@ class ModelTensors:
         """Whether the optimizer's state is split over ranks, stages or parts."""
         return self.layout is not None or self._grid.model_parallel_size > 1
 
-    @cached_property
+    @property
     def copy(self) -> str:
         """Whose weights this rank has, such as ``"@3"``, if those of local SGD have their own; an empty text for rank 0's."""
         first = ranks_of(self._optimizer.process_set)[0]
@@ -157,31 +132,17 @@ class ModelTensors:
     def _shards(self) -> Iterator[tuple[Part, Tensor]]:
         """This rank's shards of the parameters, and their exact values."""
         if self.layout is not None:
+            known = dict(zip(self.layout.names, self.layout.parameters))
             for name, start, stop, values in self._optimizer.weight_pieces():
-                yield Part(*self._known[name], start, stop), values
-
-    @cached_property
-    def _known(self) -> dict[str, tuple[str, Tensor]]:
-        """The parameters by the names that the optimizer has: the names in a snapshot, and the parameters."""
-        layout, known = self.layout, self._optimizer.parameter_names
-        named = zip(known.values(), known) if layout is None else zip(layout.names, layout.parameters)
-        return {name: (self._names.get(id(parameter), name), parameter) for name, parameter in named}
+                yield Part(self._names.get(id(known[name]), name), known[name], start, stop), values
 
     def weights(self) -> list[Part]:
         """Parameters and buffers: whole ones, then this rank's shards of the others."""
         return [*self._parameters, *self._buffers, *(part for part, _ in self._shards())]
 
     def reading(self, snapshot: Snapshot, copy: str = "") -> Callable[[], None]:
-        """Verifies the files with weights and buffers of this process, and returns a function that copies them into the model.
-
-        That function is collective, if the optimizer is sharded.
-
-        Args:
-            copy: whose weights, as of :attr:`copy`.
-
-        Raises:
-            SnapshotError: a file is damaged, or no longer there.
-        """
+        """Verifies the files with weights and buffers of this process, whose are those of :attr:`copy`, and returns a function that
+        copies them into the model. That is collective, if the optimizer is sharded."""
         there, own = snapshot.manifest.tensors, snapshot.own_buffers
         parts, wanted = self.weights(), list[Range]()
         for part in parts:
@@ -197,22 +158,26 @@ class ModelTensors:
             whole = [part for part in parts if part.spec is not None]
             with torch.no_grad():
                 for part, flat in zip(whole, values):
-                    part.tensor.copy_(part.shaped(flat))
+                    if part.stop:
+                        part.tensor.copy_(part.shaped(flat))
             if self.layout is not None:
-                shards = [shard[:3] for shard in self._optimizer.weight_pieces()]
-                self._optimizer.load_weight_pieces((*shard, flat) for shard, flat in zip(shards, values))
+                shards = zip(self._optimizer.weight_pieces(), values)
+                self._optimizer.load_weight_pieces((*shard[:3], flat) for shard, flat in shards)
 
         return copy_all
 
     @cached_property
     def parts(self) -> list[Part]:
         """What the optimizer steps, in the order of its groups."""
-        optimizer = self._optimizer
-        if not hasattr(optimizer, "parameter_names"):  # not distributed
-            groups = optimizer.param_groups
-            return [Part.all_of(self._names[id(one)], one) for group in groups for one in group["params"]]
-        ranges = ranges_of(optimizer)
-        return [Part(*self._known[one.name], *one[1:3], one.spec if one.whole else None) for one in ranges]
+        if self.layout is None:
+            groups = zip(self.groups(), self._optimizer.param_groups)
+            return [Part.all_of(*each) for names, group in groups for each in zip(names, group["params"])]
+        parts = []
+        for piece in self._optimizer.pieces:
+            parameter = self.layout.parameters[piece.index]
+            name = self._names.get(id(parameter), piece.name)
+            parts.append(Part(name, parameter, piece.start, piece.stop))
+        return parts
 
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer."""
@@ -227,38 +192,39 @@ class ModelTensors:
     def saved(
         self, average: Any, extra: Mapping[str, Any], alone: bool = False
     ) -> tuple[list[Range], dict[str, Any]]:
-        """The ranges that this rank writes, and the plain values of its optimizer: by name, and others.
-
-        Ranks that have equal tensors share the writing.
+        """The ranges that this rank writes, and the plain values of its optimizer: by name, and others. Ranks that have equal
+        tensors share the writing. Raises Wrong if no run could resume from the state of the optimizer.
 
         Args:
             average: averages of the weights, or None.
             extra: the extra states of modules.
             alone: write all that this rank has, as if there were no others.
-
-        Raises:
-            Wrong: no run could resume from the state of the optimizer.
         """
         optimizer, copy = self._optimizer, "" if alone else self.copy
-        members = self._writers(alone)
+        # The ranks that have the same weights and share the writing.
+        members = [hvd.rank()] if alone else ranks_of(optimizer.process_set)
+        if optimizer.reduces_updates:  # a rank's state is that of its own gradients
+            members = members[:1]
         is_first = hvd.rank() == members[0]
         if self.layout is not None:
             optimizer.sharding.follow_model()  # what was written to the weights since the last step
         # All that this rank has: kinds, elements and their values.
-        rows: list[tuple[str, Part, Tensor]] = [("weights", part, part.tensor) for part in self._parameters]
+        rows: list[tuple[str, Part, Tensor]] = []
+        for part in self._parameters:  # one without elements may be in the layout, with a class of its own
+            values = part.tensor if part.stop else torch.empty(part.shape, dtype=part.tensor.dtype)
+            rows.append(("weights", part, values))
         rows += [("weights", part, values) for part, values in self._shards() if self._writes(part)]
         state = optimizer.state_dict()
         averages = {} if average is None else average.state_dict()["averages"]
         others = ("master_weights", state.get("master_weights", {})), ("average", averages)
         kept = dict(state["state"])
-        for number, part in self._stepped:
+        stepped = [(number, part) for number, part in enumerate(self.parts) if self._writes(part)]
+        for number, part in stepped:
             if isinstance(kept.get(number), dict):
                 kept[number], found = divided(kept[number], part.shape)
                 rows += [(kind, part, value) for kind, value in found.items()]
             rows += [(kind, part, values[number]) for kind, values in others if number in values]
-        if alone not in self._shares:
-            self._shares[alone] = self._shares_of(members)
-        shares = self._shares[alone]
+        shares = self._shares_of(members)
         own: list[Range] = []
         for kind, part, values in rows:
             if part.spec is not None:  # all members have it
@@ -280,28 +246,16 @@ class ModelTensors:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
             own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
         checked = _checked({**state, "state": kept})
-        plain = {part.name: checked["state"].get(number, {}) for number, part in self._stepped}
+        plain = {part.name: checked["state"].get(number, {}) for number, part in stepped}
         values_of = plain_values(checked, plain)
         if self.is_split:
             check_split(values_of)
         return own, {"optimizer": values_of if is_first or self.layout else None}
 
-    @cached_property
-    def _stepped(self) -> list[tuple[int, Part]]:
-        """The parts of which this process writes the optimizer's state, and their numbers."""
-        return [(number, part) for number, part in enumerate(self.parts) if self._writes(part)]
-
-    def _writers(self, alone: bool) -> list[int]:
-        """The ranks that have the same weights and share the writing."""
-        members = [hvd.rank()] if alone else ranks_of(self._optimizer.process_set)
-        # Where updates are reduced, a rank's state is that of its own gradients.
-        return members[:1] if self._optimizer.reduces_updates else members
-
     def _writes(self, part: Part) -> bool:
         """Whether this stage and part of tensor parallelism write elements: each part its slice of a cut tensor, the first part
         those that all have; the first stage those of a tied tensor."""
         mine = part.name in self._mine or id(part.tensor) not in self._names
-        mine = mine and (part.start < part.stop or part.spec is not None)
         return mine and (self._grid.part == 0 or cut_of(part.tensor) is not None)
 
     def _shares_of(self, members: Sequence[int]) -> dict[str, Part]:
@@ -315,8 +269,9 @@ class ModelTensors:
             for name, part in sorted(whole.items()):  # ranks may have them in another order
                 start, stop = (min(max(edge - reached, 0), part.stop) for edge in edges)
                 reached += part.stop
-                if start < stop or (not part.stop and place == 0):
+                if start < stop:
                     map_tensors(part.tensor, f"weights[{name!r}]", stored)
+                if start < stop or (not part.stop and place == 0):
                     shares[name] = part._replace(start=start, stop=stop)
         return shares
 
@@ -325,7 +280,7 @@ def divided(entries: Mapping[str, Any], *shapes: torch.Size) -> tuple[dict[str, 
     """What an optimizer keeps of a parameter: plain values, and tensors of these shapes by kind, whose places are None there."""
     plain, tensors = dict(entries), dict[str, Tensor]()
     for key, value in entries.items():
-        if is_stored(value) and value.shape in shapes and _is_kind(key):
+        if isinstance(value, Tensor) and not not_stored(value) and value.shape in shapes and _is_kind(key):
             plain[key], tensors[f"optimizer.{key}"] = None, value
     return plain, tensors
 

@@ -58,15 +58,12 @@ _verified: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot with a valid manifest. Its files are read, and verified by size and hash, when they are used.
+    """A snapshot with a valid manifest. Its files are read, and verified by size and hash, when they are used. All methods raise
+    SnapshotError if one is damaged, or no longer there.
 
     Args:
         path: its folder.
-        manifest: its files, tensors, and when and by which versions they were written.
         known: the files that :func:`find` has verified, maybe on another rank: one that is the same here is not read once more.
-
-    Raises:
-        SnapshotError: from all methods; a file is damaged, or no longer there.
     """
 
     path: Path
@@ -128,10 +125,8 @@ class Snapshot:
         """The values of these elements, 1-D, in the dtypes that they were saved in, on any layout of ranks.
 
         Only the files of ranks that have some of them are read. All of these are verified before this returns; values are then read
-        one at a time. They may be mapped from a file, not to be changed.
-
-        Raises:
-            Wrong: there is no such tensor, or it has another size.
+        one at a time. They may be mapped from a file, not to be changed. Raises Wrong if there is no such tensor, or it has another
+        size.
         """
         found = []
         for each in wanted:
@@ -185,12 +180,14 @@ class Snapshot:
         """The path of a file whose content has the size and hash that the manifest says."""
         path, entry, memory = self.path / name, self.manifest.files[name], psutil.virtual_memory().total
         with naming(self.path, name):
-            # Before the file is read: a sparse file of any size fits on a small disk.
-            if entry.bytes > memory:
+            status = _check_size(path, entry.bytes)
+            # Before the file is read: a sparse file of any size fits on a small disk. Tensors, which are read one at a time, may be
+            # more than there is memory, as offloaded state is.
+            on_disk = 0 if path.suffix == ".pt" else status.st_blocks * 512
+            if entry.bytes > max(memory, on_disk):
                 raise Wrong(
                     f"its {entry.bytes >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
                 )
-            status = _check_size(path, entry.bytes)
             # A file that is as it was when this process verified it is not read once more.
             seen = (entry.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
             # Within the clock's resolution, a change may leave no trace.
@@ -206,13 +203,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class HeldSnapshot(Snapshot):
-    """A snapshot that was never on the disk, of which no rank resumes with plain values of its own.
+    """A snapshot that was never on the disk, of which no rank resumes with plain values of its own."""
 
-    Args:
-        held: copies of all values, whole tensors by name.
-    """
-
-    held: Any = None
+    held: Any = None  # copies of all values, whole tensors by name
     has_own = False
 
     @classmethod
@@ -243,11 +236,8 @@ class HeldSnapshot(Snapshot):
 
 
 def open_snapshot(path: Path) -> Snapshot:
-    """A snapshot, if all files are there at their sizes and no others; their content is not verified yet.
-
-    Raises:
-        SnapshotError: there is no snapshot, or it is damaged.
-    """
+    """A snapshot, if all files are there at their sizes and no others; their content is not verified yet. Raises SnapshotError if
+    there is no snapshot, or it is damaged."""
     with naming(path):
         if path.is_symlink():
             raise Wrong("it is a link: name the folder itself")
@@ -260,8 +250,7 @@ def open_snapshot(path: Path) -> Snapshot:
         if named and int(named[1]) != manifest.step:
             raise Wrong(f"it says step {manifest.step}: give the folder its name back")
     with naming(path):
-        odd = names ^ {*manifest.files, MANIFEST}
-        if odd:
+        if odd := names ^ {*manifest.files, MANIFEST}:
             raise Wrong(f"the file {shown(min(odd))} is missing or unknown: {DAMAGED}")
     for name, entry in manifest.files.items():
         with naming(path, name):
@@ -281,11 +270,8 @@ def _check_size(path: Path, size: int | None = None) -> os.stat_result:
 
 @contextmanager
 def naming(path: Path, name: str = "", way_out: str = "") -> Iterator[None]:
-    """Turns an error in a snapshot, or in a file of it, into one sentence, a SnapshotError.
-
-    Args:
-        way_out: what to do unless the snapshot is damaged, where errors do not say it.
-    """
+    """Turns an error in a snapshot, or in a file of it, into one sentence, a SnapshotError; ``way_out``: what to do unless the
+    snapshot is damaged, where errors do not say it."""
     where = f"{name}: " if name else ""
     try:
         yield
@@ -298,13 +284,8 @@ def naming(path: Path, name: str = "", way_out: str = "") -> Iterator[None]:
 
 
 def find(folder: Path) -> Snapshot | None:
-    """The newest snapshot of which every file is as it was written; None if there are no snapshots.
-
-    Warns of newer ones that are damaged. Reads all files of one snapshot.
-
-    Raises:
-        SnapshotError: there are snapshots, and all are damaged.
-    """
+    """The newest snapshot of which every file is as it was written; None if there are no snapshots. Reads all files of one
+    snapshot. Warns of newer ones that are damaged, and raises SnapshotError if all are."""
     errors: list[SnapshotError] = []
     for path in list_snapshots(folder):
         try:
@@ -322,16 +303,14 @@ def find(folder: Path) -> Snapshot | None:
 
 def find_in(path: Path) -> Snapshot | None:
     """The snapshot in this folder, or the newest good one of the run in it, or None."""
-    return open_snapshot(path) if (path / MANIFEST).is_file() else find(path / "snapshots")
+    with naming(path):
+        is_one = (path / MANIFEST).is_file()
+    return open_snapshot(path) if is_one else find(path / "snapshots")
 
 
 def prune(folder: Path, keep: int, warn: Warn) -> None:
     """Removes snapshots older than the newest ``keep`` complete ones, and what interrupted writes have left. For one rank to call,
-    while no snapshot is being written.
-
-    Args:
-        warn: takes a warning for each folder that cannot be removed, and stays.
-    """
+    while no snapshot is being written. Warns of each folder that cannot be removed, and stays."""
     complete, kept, old = 0, set(), []
     for path in list_snapshots(folder):
         if complete == keep:

@@ -302,22 +302,14 @@ class Manifest(Strict):
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
-        """The manifest in the content of its file.
-
-        Raises:
-            Wrong: it is not a manifest, or damaged.
-        """
+        """The manifest in the content of its file. Raises Wrong if it is not one, or damaged."""
         document = document_of(content)
         if document.get("version") == 1:
             raise Wrong("an earlier version wrote it: convert it with 'hvd-ckpt export --convert OLD NEW'")
         return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
 
     def encode(self) -> bytes:
-        """The content of its file.
-
-        Raises:
-            Wrong: it is larger than it may be.
-        """
+        """The content of its file. Raises Wrong if it is larger than it may be."""
         document = self.model_dump(mode="json", exclude_none=True)
         text = dumps({**document, "sha256": _hash_of(document)}).encode()
         if len(text) > MAX_MANIFEST_BYTES:

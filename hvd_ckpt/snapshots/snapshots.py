@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +30,9 @@ from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, validated
 from hvd_ckpt.snapshots.folder import SnapshotError, Warn, list_snapshots, remove, step_of
 from hvd_ckpt.snapshots.lock import FolderLock
-from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
-from hvd_ckpt.snapshots.training_state import TrainingState, check_arguments
-from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
+from hvd_ckpt.snapshots.training_state import TrainingState, check_arguments, seed_all, seed_of_rank
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import Wrong
 from hvd_ckpt.utils.states import State
@@ -150,9 +149,10 @@ class Snapshots:
                 ``hvd-ckpt train``; raised on every rank.
         """
         self._optimizer.check_own_weights("Snapshots.resume()")
-        self._open()
+        writer = self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
+            writer.wait()  # the newest may be under way
             newest = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
@@ -197,7 +197,7 @@ class Snapshots:
                 f"Snapshots: the snapshot of step {step} lacks the gradients of backward passes since the last optimizer.step(), "
                 "so a run that resumes from it has other results: save after step()"
             )
-        self._begin(step, lambda: self._training.of_loop(loop), LoopState, LoopRankState)
+        self.begin(step, lambda: self._training.of_loop(loop), LoopState, LoopRankState)
 
     def stop_requested(self) -> str | None:
         """Returns the request to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else
@@ -301,21 +301,39 @@ class Snapshots:
         return self._training.load(snapshot, options)
 
     def begin(
-        self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], *schemas: type[State]
-    ) -> None:
-        """As :meth:`save`; the arguments are further state, or state that replaces that of this object, and the schemas of both."""
-        self._begin(step, lambda: (replicated, per_rank), *schemas)
-
-    def _begin(
         self,
         step: int,
         further: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
         *schemas: type[State],
     ) -> None:
+        """As :meth:`save`. ``further`` returns further state, replicated and of this rank, or state that replaces that of this
+        object; the schemas are those of both."""
         self._optimizer.check_own_weights("Snapshots.save()")
         is_first, writer = self._writer is None, self._open()
         try:
-            state = self._accepted(writer, step, further, schemas)
+            replicas = self._training.replicas()
+            # The name has the step: ranks that save others would wait for each other's files.
+            with errors_on_all(f"Snapshots: save({step})"):
+                self._lock_folder()
+                if current().number == 0 and not self._resumed and list_snapshots(self.folder / "snapshots"):
+                    raise SnapshotError(
+                        f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
+                    )
+                if type(step) is int and step < self._step:
+                    raise SnapshotError(
+                        f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would "
+                        "load: count the steps on from the number that resume() returned, or give another folder"
+                    )
+                writer.wait()
+                try:
+                    replicated, per_rank = further()
+                    state = self._training.saved({**replicas, **replicated}, per_rank)
+                    for schema, values in zip(schemas, (state.replicated, state.per_rank)):
+                        validated(schema, values, "state")
+                except Wrong as error:
+                    raise SnapshotError(
+                        f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
+                    ) from None
         except BaseException:
             if is_first:  # it leaves nothing behind
                 self._opened.close()
@@ -326,42 +344,9 @@ class Snapshots:
         if self._blocking:
             self._fault(writer)  # later, the tensors would be other ones
 
-    def _accepted(
-        self,
-        writer: SnapshotWriter,
-        step: int,
-        further: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
-        schemas: Sequence[type[State]],
-    ) -> SavedState:
-        """What is to be saved, not copied. Raises on every rank where one cannot save it."""
-        replicas = self._training.replicas()
-        # The name has the step: ranks that save others would wait for each other's files.
-        with errors_on_all(f"Snapshots: save({step})"):
-            self._lock_folder()
-            if current().number == 0 and not self._resumed and list_snapshots(self.folder / "snapshots"):
-                raise SnapshotError(
-                    f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
-                )
-            if type(step) is int and step < self._step:
-                raise SnapshotError(
-                    f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would load: "
-                    "count the steps on from the number that resume() returned, or give another folder"
-                )
-            writer.wait()
-            try:
-                replicated, per_rank = further()
-                state = self._training.saved({**replicas, **replicated}, per_rank)
-                for schema, values in zip(schemas, (state.replicated, state.per_rank)):
-                    validated(schema, values, "state")
-            except Wrong as error:
-                raise SnapshotError(
-                    f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
-                ) from None
-        return state
-
     def commit(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> SavedState:
-        """All that this rank has, as if there were no others, not copied; arguments are those of :meth:`begin`. Collective with
-        logical replicas, of which ranks gather the buffers.
+        """All that this rank has, as if there were no others, not copied; arguments are what ``further`` of :meth:`begin`
+        returns. Collective with logical replicas, of which ranks gather the buffers.
         """
         return self._training.saved({**self._training.replicas(), **replicated}, per_rank, alone=True)
 
@@ -377,7 +362,9 @@ class Snapshots:
             writer = SnapshotWriter(
                 self.folder / "snapshots",
                 keep=self._keep,
-                own=Participant(grid.number, grid.size, token),
+                rank=grid.number,
+                ranks=grid.size,
+                token=token,
                 warn=self._warn,
                 blocking=self._blocking,
                 on_written=self._on_written,

@@ -44,14 +44,9 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 def map_tensors(value: Any, place: str, function: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a state dict, with each tensor replaced by what ``function(tensor)`` returns.
 
-    NumPy scalars become Python's, and an OrderedDict or Counter a dict, as none loads without its library's classes.
-
-    Args:
-        place: what error messages call the value.
-        function: may raise Wrong, with a text that follows on the tensor's place.
-
-    Raises:
-        Wrong: it contains something else, or is nested more than 100 deep.
+    NumPy scalars become Python's, and an OrderedDict or Counter a dict, as none loads without its library's classes. Raises Wrong
+    if it contains something else, or is nested more than 100 deep; the text begins with ``place``. ``function`` may raise Wrong,
+    with a text that follows on the tensor's place.
     """
     try:
         return _mapped(value, function, 0, {})
@@ -103,26 +98,26 @@ def _mapped(
     return result
 
 
-def is_stored(value: Any) -> bool:
-    """Whether a value is a tensor as snapshots hold them: plain, dense, and with values."""
-    return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.is_nested or value.is_meta)
-    )
+def not_stored(tensor: Tensor) -> str:
+    """Why snapshots do not hold a tensor, as a text that follows on its place; an empty one if they do: it is plain, dense, and has
+    values."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return (
+            f" is a {type(tensor).__name__}, and snapshots hold plain tensors: store the plain tensor in it"
+        )
+    if tensor.is_meta:
+        return " is on the device 'meta', where tensors have no values: store one that has"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return " is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts"
+    return ""
 
 
 def stored(tensor: Tensor) -> Tensor:
     """The tensor. For :func:`map_tensors`: raises Wrong unless snapshots hold such tensors."""
-    if is_stored(tensor):
-        return tensor
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise Wrong(
-            f" is a {type(tensor).__name__}, and snapshots hold plain tensors: store the plain tensor in it"
-        )
-    if tensor.is_meta:
-        raise Wrong(" is on the device 'meta', where tensors have no values: store one that has")
-    raise Wrong(" is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts")
+    reason = not_stored(tensor)
+    if reason:
+        raise Wrong(reason)
+    return tensor
 
 
 def _is_plain(value: Any) -> bool:
@@ -167,14 +162,8 @@ class Staging:
         self._ready: dict[torch.device, torch.cuda.Event] = {}
 
     def copy_of(self, tensor: Tensor, at_once: bool = False) -> Tensor:
-        """A tensor on the CPU, with the same strides, that gets the values of this one.
-
-        Args:
-            at_once: in :meth:`start`, after which the tensor may change, and not in :meth:`run`.
-
-        Raises:
-            Wrong: there is no memory for it; as of functions for :func:`map_tensors`.
-        """
+        """A tensor on the CPU, with the same strides, that gets the values of this one in :meth:`run`, or ``at_once`` in
+        :meth:`start`, after which the tensor may change. For :func:`map_tensors`: raises Wrong if there is no memory for it."""
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
         # A run's snapshots have the same state in the same order. From the first tensor that differs on, copies are made anew.
         if self._used == len(self._copies) or self._copies[self._used][0] != layout:
@@ -205,11 +194,8 @@ class Staging:
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def run(self) -> None:
-        """Makes the other copies, and drops the tensors; all copies are complete when this returns.
-
-        Raises:
-            Wrong: a tensor was changed meanwhile.
-        """
+        """Makes the other copies, and drops the tensors; all copies are complete when this returns. Raises Wrong if a tensor was
+        changed meanwhile."""
         later, versions, ready_on = self._later, self._versions, self._ready
         self.restart()
         streams = [torch.cuda.Stream(device) for device in ready_on]  # type: ignore[no-untyped-call]
@@ -242,11 +228,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def save_state(path: Path, state: Any) -> FileEntry:
-    """Writes a state dict that :func:`map_tensors` has passed; it is on the disk when this returns.
-
-    Raises:
-        OSError: the file exists, or cannot be written.
-    """
+    """Writes a state dict that :func:`map_tensors` has passed; as :func:`save_bytes`."""
     content = io.BytesIO()
     # What torch.save writes of a tensor is all memory that it is a view of.
     torch.save(map_tensors(state, "state", _alone), content)
@@ -254,11 +236,7 @@ def save_state(path: Path, state: Any) -> FileEntry:
 
 
 def save_bytes(path: Path, content: Buffer) -> FileEntry:
-    """Writes a file, which is on the disk when this returns.
-
-    Raises:
-        OSError: the file exists, or cannot be written.
-    """
+    """Writes a file, which is on the disk when this returns. Raises OSError if it exists, or cannot be written."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -267,12 +245,8 @@ def save_bytes(path: Path, content: Buffer) -> FileEntry:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Writes tensors as a safetensors file; it is on the disk when this returns.
-
-    Raises:
-        Wrong: the format does not hold one of them.
-        OSError: the file cannot be written.
-    """
+    """Writes tensors as a safetensors file; it is on the disk when this returns. Raises Wrong if the format does not hold one of
+    them, OSError if the file cannot be written."""
     plain = {name: _values(tensor).contiguous() for name, tensor in tensors.items()}
     end = 0
     for name, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
@@ -297,11 +271,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file.
-
-    Raises:
-        OSError: it cannot be read, or is a link.
-    """
+    """Size and SHA-256 of a file. Raises OSError if it cannot be read, or is a link."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
     # Follows no link, and does not wait for a writer if a FIFO has the file's name.
@@ -315,12 +285,8 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def load_state(path: Path) -> Any:
-    """The state dict in a file, with its tensors on the CPU; nothing in it is executed.
-
-    Raises:
-        Wrong: it is not a file that :func:`save_state` writes.
-        OSError: it cannot be read.
-    """
+    """The state dict in a file, with its tensors on the CPU; nothing in it is executed. Raises Wrong if it is not a file that
+    :func:`save_state` writes, OSError if it cannot be read."""
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
@@ -353,9 +319,7 @@ def load_state(path: Path) -> Any:
 class TensorFile:
     """A safetensors file. It is mapped, and after 8 MiB mapped anew: what was read of a map counts as memory of the process.
 
-    Raises:
-        Wrong: it is not a safetensors file.
-        OSError: it cannot be read.
+    Raises Wrong if it is not a safetensors file, OSError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:

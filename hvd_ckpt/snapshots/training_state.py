@@ -1,14 +1,19 @@
-"""What a loop trains and has a state: checks of it, what this rank saves of it, and loading of a snapshot into it."""
+"""What a loop trains and has a state: checks of it, what this rank saves of it, and loading of a snapshot into it.
+
+The random state of a process is that of PyTorch on the CPU and on its current CUDA device, of NumPy's global one, and of Python's.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +29,7 @@ from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, check_fits, check_state, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.model import ModelTensors, Part, identity_of, options_of
-from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range, libraries
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
@@ -92,15 +96,6 @@ class TrainingState:
     scaler: GradScaler | None
     loader: Any
     average: AveragedWeights | None
-    _listed: ModelTensors | None = field(default=None, init=False)
-
-    @property
-    def tensors(self) -> ModelTensors:
-        """Those of model and optimizer. They are listed anew only where they have changed, since listing takes longer than copying
-        the small ones."""
-        if self._listed is None or self._listed.identity != identity_of(self.model, self.optimizer):
-            self._listed = ModelTensors(self.model, self.optimizer)
-        return self._listed
 
     @property
     def kinds(self) -> dict[str, str | None]:
@@ -135,17 +130,11 @@ class TrainingState:
     def saved(
         self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], alone: bool = False
     ) -> SavedState:
-        """What this rank saves of the current state. Tensors are not copied.
-
-        Args:
-            replicated, per_rank: further state, or state that replaces that of this object.
-            alone: all that this rank has, as if there were no others.
-
-        Raises:
-            Wrong: no run could resume from the state of the optimizer.
-        """
+        """What this rank saves of the current state, or, if ``alone``, all that it has, as if there were no others. Tensors are not
+        copied. The arguments are further state, or state that replaces that of this object. Raises Wrong if no run could resume
+        from it."""
         optimizer, grid = self.optimizer, current()
-        names, extra = self.tensors, copy.deepcopy(extra_states(self.model))
+        names, extra = ModelTensors(self.model, optimizer), copy.deepcopy(extra_states(self.model))
         ranges, values = names.saved(self.average, extra, alone)
         scaler = None
         if self.scaler is not None:  # one that is disabled has no state
@@ -200,37 +189,30 @@ class TrainingState:
         check_fits(snapshot, self.model, self.optimizer)
 
     def load_weights(self, snapshot: Snapshot, whose: str = "") -> None:
-        """Loads weights and buffers. Collective.
-
-        Args:
-            whose: as of :attr:`.ModelTensors.copy`.
-        """
+        """Loads weights and buffers, those of :attr:`.ModelTensors.copy`. Collective."""
         # Files are read before anything is changed, so an error leaves the model as it was.
         with errors_on_all("Snapshots: weights"):
-            copy_all = self.tensors.reading(snapshot, whose)
+            copy_all = ModelTensors(self.model, self.optimizer).reading(snapshot, whose)
         copy_all()
 
     def load(self, snapshot: Snapshot, options: bool) -> bool:
-        """Loads everything except weights. Returns whether this includes this rank's own state. Collective.
-
-        Args:
-            options: whether the optimizer's groups get the options of the snapshot, such as the learning rate, or keep theirs.
-        """
+        """Loads everything except weights, and with ``options`` the options of the optimizer's groups, such as the learning rate.
+        Returns whether this includes this rank's own state. Collective."""
         optimizer, replicated = self.optimizer, snapshot.replicated
         # Any number of ranks can load the weights of rank 0. A period continues only on the ranks and with the settings that it
         # began with, each rank or group of ranks with the copy of the weights that it has saved.
+        names = ModelTensors(self.model, optimizer)
         apart, whose = self._apart_in(snapshot), ""
         if apart is not None:  # on all ranks alike
-            whose = self.tensors.copy
+            whose = names.copy
             self.load_weights(snapshot, whose)
-        names = self.tensors
-        self._load_optimizer(snapshot, options, whose)
+        self._load_optimizer(snapshot, names, options, whose)
         # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
         if names.layout is not None and optimizer.shard_stage < 3 and optimizer.sharding.store.is_lossy:
             trained = [group for group in names.layout.groups if group.requires_grad]
             optimizer.sharding.store.shards_changed(trained)
         if self.average is not None and replicated["ema"] is not None:
-            self._load_average(snapshot, self.average)
+            self._load_average(snapshot, names, self.average)
         same_ranks: bool = snapshot.manifest.replicas == current().replicas and snapshot.per_rank is not None
         with errors_on_all("Snapshots: resume"):
             scale = replicated["scaler"] if apart is None else apart["scaler"] or replicated["scaler"]
@@ -250,11 +232,8 @@ class TrainingState:
         return same_ranks
 
     def load_loop(self, snapshot: Snapshot) -> None:
-        """Loads scheduler and loader.
-
-        Raises:
-            SnapshotError: the loader is of the other kind, or each rank had a state of it, and there are other ranks now.
-        """
+        """Loads scheduler and loader. Raises SnapshotError if the loader is of the other kind, or each rank had a state of it, and
+        there are other ranks now."""
         manifest, replicated = snapshot.manifest, snapshot.replicated
         own = None if snapshot.per_rank is None else snapshot.per_rank["loader"]
         state, other = (replicated["loader"], own) if self._has_one_position else (own, replicated["loader"])
@@ -264,27 +243,25 @@ class TrainingState:
                 f"The snapshot of step {manifest.step} has the position of another kind of loader than a {kind}: give the one that "
                 "it was written with"
             )
-        if self.loader is not None and not self._has_one_position and manifest.ranks != current().size:
+        # Ranks that share a model in stages or parts have the same data.
+        if self.loader is not None and not self._has_one_position and manifest.replicas != current().replicas:
             raise SnapshotError(
-                f"The snapshot of step {manifest.step} has a {kind}'s position on each of {manifest.ranks} "
-                f"ranks, and there are {current().size}: resume with as many, or give an hc.data.DistributedSampler as loader"
+                f"The snapshot of step {manifest.step} has a {kind}'s position on each of {manifest.replicas} "
+                f"ranks, and there are {current().replicas}: resume with as many, or give an hc.data.DistributedSampler as loader"
             )
         for owner, values in ((self.scheduler, replicated["scheduler"]), (self.loader, state)):
             if owner is not None and values is not None:
                 owner.load_state_dict(values)
 
-    def _load_optimizer(self, snapshot: Snapshot, options: bool, whose: str) -> None:
+    def _load_optimizer(self, snapshot: Snapshot, names: ModelTensors, options: bool, whose: str) -> None:
         """Loads the optimizer's state. Collective."""
-        names, optimizer = self.tensors, self.optimizer
-        is_sharded = names.layout is not None
+        optimizer, is_sharded = self.optimizer, names.layout is not None
         with errors_on_all("Snapshots: parts"), snapshot.comparing():
             values = optimizer_values(snapshot, {part.name for part in names.parts}, whose)
             wanted: list[tuple[dict[Any, Any], Any, str, Part]] = []
             state: dict[Any, Any] = {}
             masters: dict[int, Tensor] = {}
             for number, part in enumerate(names.parts):
-                if part.start == part.stop and part.spec is None:
-                    continue
                 entries = dict(values["state"][part.name])
                 if entries:
                     state[number] = entries
@@ -294,7 +271,8 @@ class TrainingState:
             wanted = [one for one in wanted if f"{one[2]}/{one[3].name}" in snapshot.manifest.tensors]
             ranges = [names.range_of(kind, part) for *_, kind, part in wanted]
             for (place, key, _, part), flat in zip(wanted, snapshot.read(ranges)):
-                place[key] = part.shaped(flat.clone())
+                # Offloaded state may be more than there is memory. It is copied from the file when it is loaded.
+                place[key] = part.shaped(flat if optimizer.is_offloaded else flat.clone())
             of_groups = snapshot.replicated["options"] if options else options_of(optimizer.param_groups)
             loaded: dict[str, Any] = {
                 "state": {**state, **values["others"]},
@@ -310,9 +288,11 @@ class TrainingState:
         saved = {number: dict(entries) for number, entries in state.items()}
         optimizer.load_state_dict(loaded)
         if not is_sharded:
-            self._restore_types(snapshot, saved)
+            self._restore_types(snapshot, names, saved)
 
-    def _restore_types(self, snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    def _restore_types(
+        self, snapshot: Snapshot, names: ModelTensors, saved: Mapping[int, Mapping[str, Any]]
+    ) -> None:
         """Gives state of whole parameters the types that it was saved with: PyTorch has made those of the parameters of them.
 
         Of parameters that were stepped in another type themselves, as master weights are, it stays: the run resumes in another
@@ -324,7 +304,7 @@ class TrainingState:
             return saved.to(loaded.device) if is_cast and loaded.shape == saved.shape else loaded
 
         there = snapshot.manifest.tensors
-        for number, part in enumerate(self.tensors.parts):
+        for number, part in enumerate(names.parts):
             weight = there.get(f"master_weights/{part.name}", there.get(f"weights/{part.name}"))
             if number in saved and weight is not None and weight.torch_dtype == part.tensor.dtype:
                 entries = self.optimizer.state.get(part.tensor, {})
@@ -333,17 +313,17 @@ class TrainingState:
                         with suppress(ValueError):  # a class of one's own has loaded another structure
                             entries[key] = pytree.tree_map(restored, value, entries[key])
 
-    def _load_average(self, snapshot: Snapshot, average: AveragedWeights) -> None:
+    def _load_average(self, snapshot: Snapshot, names: ModelTensors, average: AveragedWeights) -> None:
         """Loads the average of a snapshot; without one it begins anew, with the next update. Collective."""
         state = average.state_dict()
         with errors_on_all("Snapshots: average"), snapshot.comparing():
             # A parameter that was not trained may have no average.
             found = {
                 number: part
-                for number, part in enumerate(self.tensors.parts)
+                for number, part in enumerate(names.parts)
                 if part.tensor.requires_grad or f"average/{part.name}" in snapshot.manifest.tensors
             }
-            values = snapshot.read([self.tensors.range_of("average", part) for part in found.values()])
+            values = snapshot.read([names.range_of("average", part) for part in found.values()])
             state["averages"].update(zip(found, values))
         average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]["n_averaged"]})
 
@@ -363,12 +343,8 @@ class TrainingState:
         set_random_state(own["random"])
 
     def _apart_in(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        """The state of this rank between averages of local SGD; None if a new period begins. Collective.
-
-        Raises:
-            SnapshotError: it lies within a period, and the optimizer is not one of the same period and ranks; or it is damaged. On
-                every rank.
-        """
+        """The state of this rank between averages of local SGD; None if a new period begins. Collective: raises SnapshotError on
+        every rank if it lies within a period, and the optimizer is not one of the same period and ranks; or it is damaged."""
         optimizer, same = self.optimizer, snapshot.manifest.replicas == hvd.size()
         own = snapshot.per_rank["local"] if snapshot.per_rank and same else None
         fault: str | None = None
@@ -414,3 +390,54 @@ def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
             f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "
             f"OMP_NUM_THREADS={snapshot.replicated['threads']}."
         )
+
+
+# ------------------------------------------------------------------------------------ random state
+
+
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch on all devices, NumPy's global generator, and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def seed_of_rank(seed: int, step: int) -> int:
+    """Ranks drop out different units; a run that resumes without its random state draws new ones."""
+    rank: int = hvd.rank()
+    # Different for all steps below 1 000 003 and ranks below 100 003, as digits of a number are.
+    return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63
+
+
+def random_state() -> dict[str, Any]:
+    """All of this process's random states, as a state dict that a snapshot can hold.
+
+    Of CUDA devices it is the current one's, whatever its number: a rank may have another one when it resumes.
+    """
+    name, table, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": (name, torch.from_numpy(table), *rest),
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Any) -> None:
+    """Restores what :func:`random_state` returned. That of a CUDA device goes to the current one, if there is any. Raises
+    SnapshotError if it is invalid."""
+    try:
+        name, table, position, *rest = state["numpy"]
+        if not 0 <= position <= len(table):  # NumPy would read beyond its table
+            raise ValueError(f"the position {position} is not in a table of {len(table)} numbers")
+        random.setstate(state["python"])
+        np.random.set_state((name, table.numpy(), position, *rest))
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SnapshotError(
+            f"The random state cannot be restored ({type(error).__name__}: {reason}): leave it and seed anew, or use another "
+            "snapshot."
+        ) from None

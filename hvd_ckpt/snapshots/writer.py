@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from hvd_ckpt.snapshots.content import (
     RankManifest,
@@ -49,27 +48,20 @@ GIVING_UP_SECONDS = 1.0  # and then until its files have been removed
 _TROUBLE = (OSError, Wrong, SnapshotError)
 
 
-class Participant(NamedTuple):
-    """One of the ranks that write snapshots together; ``token``: 8 hexadecimal digits, the same on every rank, and new for each
-    writer. Rank 0 makes the folder, completes the snapshot, and removes it if that fails."""
-
-    rank: int
-    ranks: int
-    token: str
-
-
 @dataclass
 class _Job:
     """A snapshot under way, or the last one, which may be written again.
 
     Attributes:
-        state: what is written; the reason if it could not be copied.
+        state: what is written.
+        fault: the reason if it could not be copied.
         copied: set when its tensors may change again.
     """
 
     step: int
-    state: SavedState | Wrong
-    temporary: Path
+    state: SavedState
+    fault: Wrong | None = None
+    temporary: Path = Path()
     copied: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -82,7 +74,9 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     Args:
         folder: folder of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
         keep: number of snapshots that stay, the newest ones; at least 1.
-        own: this process among the ranks that write.
+        rank, ranks: number of this process among those that write, and their number. Rank 0 makes the folder, completes the
+            snapshot, and removes it if that fails.
+        token: 8 hexadecimal digits, the same on every rank, and new for each writer.
         warn: called on rank 0 with one sentence for each snapshot that failed, by the thread that calls the methods.
         blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
         on_written: called on rank 0 for each snapshot that is in its place, before older ones are removed, by the writer's own
@@ -98,7 +92,9 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         self,
         folder: Path,
         keep: int,
-        own: Participant,
+        rank: int,
+        ranks: int,
+        token: str,
         warn: Warn,
         blocking: bool = False,
         on_written: Callable[[Path, Warn], None] | None = None,
@@ -106,7 +102,8 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         self.written: Path | None = None
         self.failed: str | None = None
         self.made_room = False
-        self._folder, self._keep, self._own = Path(folder), keep, own
+        self._folder, self._keep = Path(folder), keep
+        self._rank, self._ranks, self._token = rank, ranks, token
         self._warn, self._blocking, self._on_written = warn, blocking, on_written
         # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
@@ -118,19 +115,16 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         self._given_up = threading.Event()
 
     def begin(self, step: int, state: SavedState) -> None:
-        """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that, so
-        that no snapshot is being written while older ones are removed.
+        """Begins to write a snapshot, after so many training steps. Returns at once, unless the one before is not on the disk yet:
+        then it waits for that, so that no snapshot is being written while older ones are removed.
 
         Tensors of ranges and of ``state.replicated`` must stay as they are until :meth:`before_update` returns. Values that are not
         tensors, tensors of at most 4 KiB, ranges that are marked as changing, and ``state.per_rank`` may change at once.
 
-        Args:
-            step: training steps taken.
-
         Raises:
             SnapshotError: the step is not a number of steps.
             RuntimeError: the writer is closed.
-            Exception: a bug in what the thread did before.
+            Exception: as :meth:`check`.
         """
         if self._closed:
             raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
@@ -149,19 +143,19 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         #
         # Leftovers of 2 to 4 are removed after the next snapshot (prune).
         self.wait()
-        copies: SavedState | Wrong
+        job = _Job(step, state)
         try:
-            copies = staged(self._own.rank, self._staging, state)
+            job.state = staged(self._rank, self._staging, state)
         except _TROUBLE as error:
-            copies = Wrong(reason_of(error))
-        self._launch(step, copies)
+            job.fault = Wrong(reason_of(error))
+        self._launch(job)
         if self._blocking:
             self.check()
 
     def again(self) -> None:
         """Writes the last snapshot once more, as it was. To be called on all ranks, after :meth:`wait`."""
         assert self._job is not None
-        self._launch(self._job.step, self._job.state)
+        self._launch(self._job)
 
     def before_update(self) -> None:
         """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
@@ -177,25 +171,15 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
             raise bug
 
     def wait(self) -> Path | None:
-        """Returns when the snapshot that was begun is on the disk, or has failed.
-
-        Returns:
-            On rank 0 the newest snapshot's folder, None if it failed; on the other ranks None.
-
-        Raises:
-            Exception: as :meth:`check`.
-        """
+        """Waits until the snapshot that was begun is on the disk, or has failed, and calls :meth:`check`. Returns on rank 0 the
+        newest snapshot's folder, None if it failed; on the other ranks None."""
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join()
         self.check()
         return self.written if self.failed is None else None
 
     def close(self) -> None:
-        """Waits for the snapshot that was begun, and frees the memory of the copies.
-
-        Raises:
-            Exception: as :meth:`check`.
-        """
+        """Waits for the snapshot that was begun, frees the memory of the copies, and calls :meth:`check`."""
         self._end(None)
         self.check()
 
@@ -209,12 +193,13 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
 
     # -------------------------------------------------------------------------------- the caller's thread
 
-    def _launch(self, step: int, state: SavedState | Wrong) -> None:
+    def _launch(self, job: _Job) -> None:
         # All ranks derive the same name without a message. Each snapshot has a new one, so files of a failed one cannot get into
         # the next.
         self._begun += 1
-        token = f"{(int(self._own.token, 16) + self._begun) % 2**32:08x}"
-        self._job = job = _Job(step, state, self._folder / temporary_name(name_of(step), token))
+        token = f"{(int(self._token, 16) + self._begun) % 2**32:08x}"
+        job.temporary = self._folder / temporary_name(job.step, token)
+        self._job = job
         if self._blocking:
             self._run(job)
             return
@@ -249,20 +234,20 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
             except Exception as error:
                 # Reported in the folder, too, so that has to exist first.
                 bug = None if isinstance(error, _TROUBLE) else error
-                needed = job.state.nbytes if isinstance(job.state, SavedState) and is_short(error) else None
+                needed = job.state.nbytes if is_short(error) else None
                 mine = RankManifest(fault=reason_of(error), needed=needed)
-            if self._own.rank == 0:
+            if self._rank == 0:
                 self._finish(job, mine)
             else:
-                send(job.temporary, self._own.rank, mine)
+                send(job.temporary, self._rank, mine)
             fault = mine.fault or None
         except Exception as error:
             bug = bug or (None if isinstance(error, _TROUBLE) else error)
             fault = reason_of(error)
-            if self._own.rank == 0:
+            if self._rank == 0:
                 discard(job.temporary)
         self.failed, self._bug = fault, bug
-        if fault is not None and self._own.rank == 0 and bug is None:
+        if fault is not None and self._rank == 0 and bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
                 f"Training continues, and {'the newest snapshot stays' if self.made_room else 'older snapshots stay'}."
@@ -274,21 +259,21 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         try:
             self._copy(job)
         finally:
-            if self._own.rank == 0:
+            if self._rank == 0:
                 make_folder(self._folder)
                 job.temporary.mkdir()
             else:
                 await_folder(job.temporary)
-        if isinstance(job.state, Wrong):
-            raise job.state
-        return write_content(job.temporary, self._own.rank, job.state)
+        if job.fault is not None:
+            raise job.fault
+        return write_content(job.temporary, self._rank, job.state)
 
     def _copy(self, job: _Job) -> None:
         try:
-            if self._staging is not None and isinstance(job.state, SavedState):
+            if self._staging is not None and job.fault is None:
                 self._staging.run()
         except Wrong as error:  # nor are such copies written again
-            job.state = Wrong(str(error))
+            job.fault = error
         finally:
             job.copied.set()
 
@@ -299,13 +284,13 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         """
         self.made_room = False
         try:
-            ranks = [mine, *collect(job.temporary, self._own.ranks, self._given_up.is_set)]
+            ranks = [mine, *collect(job.temporary, self._ranks, self._given_up.is_set)]
         except _TROUBLE:
             if mine.fault:
                 raise Wrong(f"rank 0: {mine.fault}") from None
             raise
         try:
-            complete(job.temporary, job.step, ranks, self._warnings.append)
+            complete(job.temporary, job.step, job.state, ranks, self._warnings.append)
         except Wrong as error:
             if all(manifest.needed is None for manifest in ranks):
                 raise
@@ -314,8 +299,7 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
             free, before = shutil.disk_usage(self._folder).free, list_snapshots(self._folder)
             self._tidy(1)
             self.made_room = len(list_snapshots(self._folder)) < len(before)
-            own = job.state.nbytes if isinstance(job.state, SavedState) else 0
-            missing = sum(manifest.needed or own for manifest in ranks) - free
+            missing = sum(manifest.needed or job.state.nbytes for manifest in ranks) - free
             raise Wrong(f"{error} for {missing:,} bytes more" if missing > 0 else str(error)) from None
         self.written = self._folder / name_of(job.step)
         self._tidy(self._keep, self.written)

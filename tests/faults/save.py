@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 WRITERS = ("blocking", "background")
 PHASES = (
@@ -143,8 +143,8 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         content = _Content(number)
-        own, blocking = Participant(0, 1, os.urandom(4).hex()), writer == WRITERS[0]
-        with SnapshotWriter(folder, KEEP, own, fail, blocking) as snapshots:
+        token, blocking = os.urandom(4).hex(), writer == WRITERS[0]
+        with SnapshotWriter(folder, KEEP, 0, 1, token, fail, blocking) as snapshots:
             while True:
                 written = content.number
                 pipe.send((BEGUN, written, time.monotonic()))

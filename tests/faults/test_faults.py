@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from snapshot_files import write
 
-from hvd_ckpt.snapshots.random_state import random_state
+from hvd_ckpt.snapshots.training_state import random_state
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faults.checks import differences, newest_good, unreadable

@@ -10,14 +10,25 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from hostile import ODD, Draw
 from hypothesis import strategies as st
 from same import same
-from snapshot_files import divided, optimizer_state, read_snapshot, sign, state_of, write, write_ranks
-from torch import Tensor, nn
+from snapshot_files import (
+    CONFIG,
+    SAMPLES,
+    divided,
+    model_and_optimizer,
+    read_snapshot,
+    sign,
+    state_of,
+    state_of_run,
+    step,
+    write,
+    write_ranks,
+)
+from torch import Tensor
 from watch import Finding, Kind
 
 from hvd_ckpt.app.training.config import Config, ConfigError
@@ -29,65 +40,8 @@ from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
-from hvd_ckpt.snapshots.schema import Range
-
-SAMPLES = 40
-CONFIG: dict[str, Any] = {
-    "model": "gpt-tiny",
-    "model_options": {"layers": 1},
-    "steps": 4,
-    "precision": "fp16",
-    "budget": "0.5x",
-}
-
-
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(5, 3)).square().sum().backward()
-    optimizer.step()
-
-
-def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[Range]]:
-    """Replicated state, state of a rank, weights, and state of the optimizer, as a run has them."""
-    model, optimizer = model_and_optimizer()
-    step(model, optimizer)
-    replicated = {
-        "config": Config.make(CONFIG).as_dict(),
-        "steps": 4,
-        "ranks": 1,
-        "ema": None,
-        "progress": Progress(step=2, position=8, best=1.5).model_dump(),
-        "scaler": torch.amp.GradScaler("cpu").state_dict(),
-        "plan": '{"format": "hvd_ckpt plan"}\n',
-        "samples": SAMPLES,
-        "threads": 2,
-        "device": "cpu",
-        "replicas": None,
-        "mid_period": False,
-    }
-    names = [name for name, _ in model.named_parameters()]
-    reduction = {
-        "version": 2,
-        "order": names[::-1],
-        "sparse": {},
-        "densified": {},
-        "bucket_cap_bytes": float(25 << 20),
-        "counts": dict.fromkeys(names, 1),
-        "lower_counts": {},
-    }
-    per_rank = {"random": random_state(), "reduction": reduction, "logged": [(3.5, 2.0)], "local": None}
-    ranges, groups, values = optimizer_state(model, optimizer)
-    for name, buffer in model.named_buffers():
-        ranges.append(Range.of(f"buffers@0/{name}", buffer))
-    return {**replicated, **groups}, {**per_rank, **values}, model.state_dict(), ranges
+from hvd_ckpt.snapshots.training_state import set_random_state
 
 
 def two_snapshots(folder: Path) -> dict[str, bytes]:

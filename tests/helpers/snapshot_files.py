@@ -14,13 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
 from hvd_ckpt.snapshots.schema import Range, rank_file
-from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
+from hvd_ckpt.snapshots.training_state import random_state
+from hvd_ckpt.snapshots.writer import SnapshotWriter
+
+SAMPLES = 40
+CONFIG: dict[str, Any] = {
+    "model": "gpt-tiny",
+    "model_options": {"layers": 1},
+    "steps": 4,
+    "precision": "fp16",
+    "budget": "0.5x",
+}
 
 
 def state_of(weights: dict[str, Any] | None, replicated: Any = None, per_rank: Any = None) -> SavedState:
@@ -49,26 +59,66 @@ def divided(ranges: Sequence[Range], place: int, ranks: int) -> list[Range]:
     return own
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
-    """Of an optimizer in one process after a step: its ranges, and its part of replicated and per-rank state."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ranges, state = [], {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[parameter]
-            kept = state[name] = dict(optimizer.state[parameter])
-            for key, value in optimizer.state[parameter].items():
-                if value.shape == parameter.shape:
-                    kept[key] = None
-                    ranges.append(Range.of(f"optimizer.{key}/{name}", value))
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    options = [
-        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
-    values = {"state": state, "others": {}, "more": {}}
-    return ranges, {"groups": groups, "options": options}, {"optimizer": values}
+def model_and_optimizer(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[Range]]:
+    """Replicated state, state of a rank, weights, and state of the optimizer, as a run has them."""
+    from hvd_ckpt.app.training.config import Config
+    from hvd_ckpt.app.training.resume import Progress
+
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    ranges = [Range.of(f"buffers@0/{name}", buffer) for name, buffer in model.named_buffers()]
+    state = {}
+    for name, parameter in model.named_parameters():
+        kept = state[name] = dict(optimizer.state[parameter])
+        for key in ("exp_avg", "exp_avg_sq"):
+            ranges.append(Range.of(f"optimizer.{key}/{name}", kept[key]))
+            kept[key] = None
+    replicated = {
+        "config": Config.make(CONFIG).as_dict(),
+        "steps": 4,
+        "ranks": 1,
+        "groups": [names],
+        "options": [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}],
+        "ema": None,
+        "progress": Progress(step=2, position=8, best=1.5).model_dump(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "plan": '{"format": "hvd_ckpt plan"}\n',
+        "samples": SAMPLES,
+        "threads": 2,
+        "device": "cpu",
+        "replicas": None,
+        "mid_period": False,
+    }
+    reduction = {
+        "version": 2,
+        "order": names[::-1],
+        "sparse": {},
+        "densified": {},
+        "bucket_cap_bytes": float(25 << 20),
+        "counts": dict.fromkeys(names, 1),
+        "lower_counts": {},
+    }
+    per_rank = {
+        "random": random_state(),
+        "reduction": reduction,
+        "optimizer": {"state": state, "others": {}, "more": {}},
+        "logged": [(3.5, 2.0)],
+        "local": None,
+    }
+    return replicated, per_rank, model.state_dict(), ranges
 
 
 def read_snapshot(path: Path, rank: int | None = None) -> reader.Snapshot:
@@ -105,7 +155,7 @@ def write(
 ) -> Path:
     """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
     told: list[str] = []
-    with SnapshotWriter(folder, 100, Participant(0, 1, "0123abcd"), told.append, blocking=True) as writer:
+    with SnapshotWriter(folder, 100, 0, 1, "0123abcd", told.append, blocking=True) as writer:
         state = state_of(weights, replicated, per_rank)
         state.ranges = [*state.ranges, *ranges]
         writer.begin(step, state)
@@ -118,8 +168,7 @@ def write(
 def write_ranks(folder: Path, step: int, states: Sequence[SavedState]) -> Path:
     """A snapshot that the writers of several ranks write together."""
     writers = [
-        SnapshotWriter(folder, 9, Participant(rank, len(states), "0" * 8), pytest.fail)
-        for rank in range(len(states))
+        SnapshotWriter(folder, 9, rank, len(states), "0" * 8, pytest.fail) for rank in range(len(states))
     ]
     for writer, state in zip(writers, states):
         writer.begin(step, state)

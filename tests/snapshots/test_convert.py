@@ -88,6 +88,8 @@ def test_a_whole_snapshot(tmp_path: Path) -> None:
     check(tmp_path, model, optimizer, 0)
     result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "new"), str(tmp_path / "newer")])
     assert result.exit_code == 2 and "it is not of the earlier version" in result.output
+    result = CliRunner().invoke(main, ["export", "--convert", "n" * 300, str(tmp_path / "newer")])
+    assert result.exit_code == 2 and "nnn/manifest.json': File name too long" in result.output
     write_old(tmp_path / "local", {**files, "rank-00000.pt": {**own, "local": {}}}, None, 1)
     old = tmp_path / "local" / "old"
     result = CliRunner().invoke(main, ["export", "--convert", str(old), str(tmp_path / "newer")])

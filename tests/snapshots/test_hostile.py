@@ -8,58 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_files import optimizer_state, read_snapshot, write
-from torch import nn
+from snapshot_files import model_and_optimizer, read_snapshot, state_of_run, write
 
-from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.resume import check_state
 from hvd_ckpt.processes.launchers import check_environment
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.schema import Wrong
 
 
-def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    return model, torch.optim.AdamW(model.parameters(), 1e-3)
-
-
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
-    model, optimizer = make()
-    model(torch.ones(5, 3)).sum().backward()
-    optimizer.step()
-    names = [name for name, _ in model.named_parameters()]
-    replicated = {
-        "config": Config("gpt-tiny", steps=4).as_dict(),
-        "steps": 4,
-        "ranks": 1,
-        "ema": None,
-        "progress": {"step": 2, "position": 8, "best": None, "waited": 0},
-        "scaler": torch.amp.GradScaler("cpu").state_dict(),
-        "plan": None,
-        "samples": 40,
-        "threads": 2,
-        "device": "cpu",
-        "replicas": None,
-        "mid_period": False,
-    }
-    reduction: dict[str, Any] = {"version": 2, "order": names, "sparse": {}, "densified": {}}
-    reduction |= {"bucket_cap_bytes": 1e6, "counts": None, "lower_counts": {}}
-    own = {"random": random_state(), "reduction": reduction, "logged": [(0.5, 3.0)]}
-    own["local"] = None
-    ranges, groups, values = optimizer_state(model, optimizer)
-    folder = tmp_path_factory.mktemp("snapshots")
-    return read_snapshot(
-        write(folder, 2, {**replicated, **groups}, {**own, **values}, model.state_dict(), ranges), 0
-    )
+    return read_snapshot(write(tmp_path_factory.mktemp("snapshots"), 2, *state_of_run()), 0)
 
 
 def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
     check_state(resumed)
-    check_fits(resumed, *make())
+    check_fits(resumed, *model_and_optimizer())
 
 
 @pytest.mark.parametrize(
@@ -114,8 +80,8 @@ def test_a_missing_key_is_named(resumed: Snapshot) -> None:
 
 def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -> None:
     with pytest.raises(SnapshotError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
-        check_fits(resumed, *make(5))
-    model, _ = make()
+        check_fits(resumed, *model_and_optimizer(5))
+    model, _ = model_and_optimizer()
     with pytest.raises(
         SnapshotError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
     ):
@@ -126,7 +92,7 @@ def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -
     with pytest.raises(
         SnapshotError, match=r'exp_avg\["0.weight"\] is a tensor of float32 \[3\], and must be'
     ):
-        check_fits(forged, *make())
+        check_fits(forged, *model_and_optimizer())
 
 
 def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

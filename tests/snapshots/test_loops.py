@@ -28,6 +28,7 @@ from hvd_ckpt.snapshots import content, reader
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.schema import Layout
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -185,14 +186,16 @@ def test_a_streaming_data_set_of_each_rank_resumes_where_it_was(
     assert other.run(folder / "run") == (STEPS, None)
     assert_same(other.results(), expected)
 
-    def of_three(folder: Path) -> Snapshot | None:
-        found = reader.find(folder)
-        assert found is not None
-        return dataclasses.replace(found, manifest=found.manifest.model_copy(update={"ranks": 3}))
+    for replicas, changes in (3, {"ranks": 3}), (1, {"layout": Layout(pipeline_stages=2)}):
 
-    monkeypatch.setattr("hvd_ckpt.snapshots.snapshots.find", of_three)
-    with pytest.raises(SnapshotError, match=r"on each of 3 ranks, and there are 2: resume with as many"):
-        streaming().run(folder / "run")
+        def of_others(folder: Path, changes: dict[str, Any] = changes) -> Snapshot | None:
+            found = reader.find(folder)
+            assert found is not None
+            return dataclasses.replace(found, manifest=found.manifest.model_copy(update=changes))
+
+        monkeypatch.setattr("hvd_ckpt.snapshots.snapshots.find", of_others)
+        with pytest.raises(SnapshotError, match=f"on each of {replicas} ranks, and there are 2: resume with"):
+            streaming().run(folder / "run")
 
 
 UNDER_WAY = {"every": 4, "outer": hc.Nesterov(), "fragments": 2, "delay": 3, "wire": "int8"}
@@ -321,6 +324,14 @@ def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_
         hc.Snapshots(folder, model=loop.model, optimizer=loop.optimizer, loader=[])
     with pytest.raises(ValueError, match="keep is 0"):
         loop.snapshots(folder, keep=0)
+
+
+@pytest.mark.usefixtures("late_copies")
+def test_a_loop_that_goes_back_waits_for_the_snapshot_under_way(folder: Path) -> None:
+    loop = Loop(width=600)
+    with loop.snapshots(folder / "run") as snapshots:
+        snapshots.save(1)
+        assert snapshots.resume() == 1
 
 
 @pytest.mark.usefixtures("late_copies")

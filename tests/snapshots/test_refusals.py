@@ -252,6 +252,20 @@ def test_half_precision_shards_resume_whole(folder: Path, shard: int) -> None:
         assert difference(model, again) < 0.01
 
 
+@pytest.mark.parametrize("shard", [1, 3])
+def test_a_parameter_without_elements_is_no_obstacle(folder: Path, shard: int) -> None:
+    for options in {"shard": shard}, {}, {"shard": shard}:
+        model = nn.Linear(4, 4)
+        model.empty = nn.Parameter(torch.zeros(0, 2))
+        optimizer = distributed(model, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+        with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
+            begun = snapshots.resume()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            snapshots.save(begun + 1)
+    assert begun == 2
+
+
 def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
     """The next resume() would load the older snapshot of the larger step, and all that came after it would be lost."""
     model = chain()

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+from hvd_ckpt.snapshots.training_state import random_state, set_random_state
 
 
 def round_trip(folder: Path, value: Any) -> Any:
@@ -352,6 +354,18 @@ def test_hostile_weights(folder: Path) -> None:
         sign(path)
         with pytest.raises(SnapshotError, match=r"rank-00000\.safetensors: it is not a safetensors file"):
             read_snapshot(path)
+
+
+def test_a_file_of_tensors_may_be_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As offloaded state is. A sparse file, whatever its size, takes no room on the disk."""
+    weights = {"a": torch.randn(10_000)}
+    path = write(tmp_path, weights=weights)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20_000))
+    assert same(read_snapshot(path).weights, weights)
+    os.truncate(path / "rank-00000.safetensors", 1 << 40)
+    sign(path)
+    with pytest.raises(SnapshotError, match=r"rank-00000\.safetensors: its 1048576 MiB are more than"):
+        read_snapshot(path)
 
 
 # -------------------------------------------------------------------------------------------- folders

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -27,10 +25,10 @@ from same import assert_same
 from snapshot_files import divided, file_size_limit, found_in, read_snapshot, state_of, write
 from torch import Tensor, nn
 
-from hvd_ckpt.snapshots import content, reader, writer
+from hvd_ckpt.snapshots import content, writer
 from hvd_ckpt.snapshots.folder import remove
 from hvd_ckpt.snapshots.tensors import Staging
-from hvd_ckpt.snapshots.writer import Participant, SnapshotWriter
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 TOKEN = "0123abcd"
 
@@ -41,7 +39,7 @@ class Job:
     def __init__(self, folder: Path, ranks: int = 2, **options: Any) -> None:
         self.folder, self.told = folder, list[str]()
         self.writers = [
-            SnapshotWriter(folder, 2, Participant(rank, ranks, TOKEN), self.told.append, **options)
+            SnapshotWriter(folder, 2, rank, ranks, TOKEN, self.told.append, **options)
             for rank in range(ranks)
         ]
 
@@ -397,36 +395,6 @@ def test_a_bug_is_raised_where_training_is(tmp_path: Path, monkeypatch: pytest.M
 # -------------------------------------------------------------------------------------------- processes
 
 
-def write_for_ever(folder: Path) -> None:
-    with Job(folder) as job:
-        for step in range(1, 10**6):
-            job.write(step)
-
-
-def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    with Job(tmp_path) as job:
-        newest = job.write(0)
-    left_over = False
-    for _ in range(12):
-        process = os.fork()
-        if process == 0:
-            try:
-                write_for_ever(tmp_path)
-            finally:
-                os._exit(1)
-        time.sleep(draw.uniform(0.01, 0.06))
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        left_over |= any(path.name.startswith(".") for path in tmp_path.iterdir())
-        newest = found_in(tmp_path)
-        assert newest is not None
-        assert int(read_snapshot(newest).weights["a"].float().mean()) == read_snapshot(newest).manifest.step
-    assert left_over
-    reader.prune(tmp_path, 1, pytest.fail)
-    assert names(tmp_path) == [newest.name]
-
-
 def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
     script = f"""if True:
         import sys, torch
@@ -435,8 +403,7 @@ def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
         from hvd_ckpt.snapshots.content import SavedState
         state = [torch.ones(1000, 1000) for _ in range(5)]
         for ranks, room.EXIT_SECONDS in ((1, 60), (2, 0.5)):  # the second is one of a pair without the other
-            own = room.Participant(0, ranks, "{TOKEN}")
-            writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, own, print)
+            writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, 0, ranks, "{TOKEN}", print)
             writer.begin(1, SavedState(state, None))
     """
     command = [sys.executable, "-c", script, tmp_path]
@@ -450,7 +417,7 @@ def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "EXIT_SECONDS", 0.05)
-    alone = SnapshotWriter(tmp_path, 2, Participant(0, 2, TOKEN), print)
+    alone = SnapshotWriter(tmp_path, 2, 0, 2, TOKEN, print)
 
     def fail() -> None:
         with alone:

@@ -76,15 +76,15 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
         place.parent.mkdir(parents=True, exist_ok=True)
         with saying("export", after=SECONDS) as say:
             say(f"checking and copying '{snapshot}'")
-            written = write_export(snapshot, place, ema, write)
+            manifest, tensors, size = write_export(snapshot, place, ema, write)
     except (SnapshotError, ValueError) as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
         raise BadArgument(f"--output: cannot write '{place}': {error.strerror or error}") from None
-    ranks = "1 rank" if written.ranks == 1 else f"{written.ranks} ranks"
-    size = f"{written.tensors} tensors, {show_bytes(written.bytes)}"
+    ranks = "1 rank" if manifest.ranks == 1 else f"{manifest.ranks} ranks"
     click.echo(
-        f"{'Averaged weights' if ema else 'Weights'} of step {written.step}, written by {ranks}, {size}: {place}"
+        f"{'Averaged weights' if ema else 'Weights'} of step {manifest.step}, written by {ranks}, {tensors} tensors, "
+        f"{show_bytes(size)}: {place}"
     )
 
 
@@ -106,5 +106,9 @@ def _convert(old: Path, run: Path) -> None:
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
+<<<<<<< HEAD
         raise BadArgument(f"--convert: cannot use '{error.filename}': {error.strerror or error}") from None
+=======
+        raise BadArgument(f"--convert: '{error.filename}': {error.strerror}") from None
+>>>>>>> ae409686 (List the tensors of a model anew in each save, keep one description of a writer's job and a rank's files, and mend five ways in which snapshots were refused or passed over)
     click.echo(f"Converted '{found[0]}': {written}")

@@ -31,7 +31,7 @@ from hvd_ckpt.app.integrations.lightning_plan import TrainingStep, apply_plan
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader
 from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.collectives.agreement import of_all_processes, of_first_process
-from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+from hvd_ckpt.snapshots.training_state import random_state, set_random_state
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import check

@@ -43,23 +43,15 @@ UNFINISHED = (LOCK_FILE, f"{LOCK_FILE}-dead-*", ".config.yaml.*", "plan.json", "
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The start of a run: its beginning, or a snapshot.
-
-    Attributes:
-        folder: folder of the run.
-        snapshot: the snapshot, on the disk or in memory; None for the beginning.
-    """
+    """The start of a run in a folder: its beginning, or a snapshot, on the disk or in memory."""
 
     folder: Path
     snapshot: Snapshot | None = None
 
 
 def find_resume_point(config: Config) -> ResumePoint:
-    """The run's folder and the snapshot to resume from, as rank 0 finds them. Collective.
-
-    Raises:
-        ConfigError: the folder is in use or cannot be written to, or has no snapshot to resume from; on every rank.
-    """
+    """The run's folder and the snapshot to resume from, as rank 0 finds them. Collective: raises ConfigError on every rank if the
+    folder is in use or cannot be written to, or has no snapshot to resume from."""
     answer: ResumePoint | str = ""
     # One process makes or reads the folder. What it finds, an error as well, is sent to the others as it is.
     if current().number == 0:
@@ -188,11 +180,7 @@ def check_state(resumed: Snapshot) -> None:
 
 
 def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
-    """Raises ConfigError if the run cannot resume from the snapshot.
-
-    Args:
-        samples: that there are to train on.
-    """
+    """Raises ConfigError if the run, which has so many samples to train on, cannot resume from the snapshot."""
     then = resumed.replicated["config"]
     for name in FIXED:
         if then[name] != getattr(config, name):
@@ -216,15 +204,8 @@ def read_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> Snapshot | None:
-    """Reads and validates the snapshot to resume from, and loads its weights on rank 0; None for the beginning.
-
-    Args:
-        samples: that there are to train on.
-        optimizer: optimizer of the model, not yet distributed.
-
-    Raises:
-        ConfigError, SnapshotError: the snapshot cannot be used, or is of another run.
-    """
+    """Reads and validates the snapshot to resume from, and loads its weights on rank 0; None for the beginning. The optimizer is
+    not yet distributed. Raises ConfigError or SnapshotError if the snapshot cannot be used, or is of another run."""
     if point.snapshot is None:
         return None
     # A new object: in an elastic job, each start reads values of its own.

@@ -48,9 +48,9 @@ from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.snapshots import Snapshots
+from hvd_ckpt.snapshots.training_state import seed_all, seed_of_rank
 from hvd_ckpt.utils.spans import span
 
 DEFAULT_STEPS = 100
@@ -371,7 +371,8 @@ class Trainer:
         # and the evaluations so far, which a resumed run does not repeat.
         if self._finished() or _due(config.snapshot_every, progress.step):
             with self.report.meter.excluded():
-                self.snapshots.begin(progress.step, *self._further_state(), *SCHEMAS)
+                further = self._further_state()  # collective
+                self.snapshots.begin(progress.step, lambda: further, *SCHEMAS)
         self._tell_of_snapshots()
 
     def _evaluate_and_report(self, due: bool) -> None:
