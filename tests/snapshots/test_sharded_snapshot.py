@@ -186,12 +186,8 @@ def test_export_errors_are_one_line(
     for arguments, says in (
         ((str(made[0]), "--output", str(tmp_path / "there")), "there' is there: give another name"),
         ((str(tmp_path / "none"),), "there is no snapshot in"),
-<<<<<<< HEAD
-        (("x" * 300,), "cannot read 'xxx"),
-        ((str(tmp_path), "--convert", "x" * 300), "--convert: cannot use 'xxx"),
-=======
         (("n" * 300,), "nnn' cannot be used: File name too long"),
->>>>>>> ae409686 (List the tensors of a model anew in each save, keep one description of a writer's job and a rank's files, and mend five ways in which snapshots were refused or passed over)
+        ((str(tmp_path), "--convert", "x" * 300), "--convert: cannot use 'xxx"),
         (
             (str(made[0].with_name("step-00000001")), "--ema", "--output", str(tmp_path / "new")),
             "no averages",

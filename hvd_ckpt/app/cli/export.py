@@ -61,10 +61,7 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
     from hvd_ckpt.snapshots.tensors import save_tensors
 
     try:
-        try:
-            found = find_in(Path(run))
-        except OSError as error:
-            raise ValueError(f"cannot read '{run}': {error.strerror or error}") from None
+        found = find_in(Path(run))
         if found is None:
             raise BadArgument(f"there is no snapshot in '{run}': give the folder of a run or of a snapshot")
         snapshot = found.path
@@ -106,9 +103,5 @@ def _convert(old: Path, run: Path) -> None:
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
-<<<<<<< HEAD
         raise BadArgument(f"--convert: cannot use '{error.filename}': {error.strerror or error}") from None
-=======
-        raise BadArgument(f"--convert: '{error.filename}': {error.strerror}") from None
->>>>>>> ae409686 (List the tensors of a model anew in each save, keep one description of a writer's job and a rank's files, and mend five ways in which snapshots were refused or passed over)
     click.echo(f"Converted '{found[0]}': {written}")
