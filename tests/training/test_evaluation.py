@@ -51,8 +51,10 @@ def test_samples_without_targets_do_not_count(objective: NextOrHiddenToken, firs
         test=data,
         objective=objective,
         average=None,
-        config=SimpleNamespace(micro_batch=2, eval_batches=None),
-        mode=SimpleNamespace(parts=1, gathers_weights=first == 0),
+        config=SimpleNamespace(
+            micro_batch=2, eval_batches=None, shard=SimpleNamespace(stage=3 * (first == 0))
+        ),
+        mode=SimpleNamespace(parts=1),
         device=torch.device("cpu"),
         precision=SimpleNamespace(autocast=contextlib.nullcontext),
     )

@@ -16,13 +16,16 @@ import torch
 from runs import final_weights
 from same import assert_same
 from snapshot_files import read_snapshot
+from torch.utils.data import Subset
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.logs import read
+from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.utils.spans import KINDS
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
@@ -348,6 +351,22 @@ def test_invalid_settings_are_an_error_on_every_rank(changes, said, text, folder
     assert said in message and "\n" not in message
     assert hc.allgather_object(message) == [message] * hc.size()
     assert not list(folder.glob("run/*")), "the folder cannot be given again"
+
+
+def test_an_empty_set_to_evaluate_on_is_an_error_before_the_first_step(text, folder):
+    config = Config(**settings("gpt-tiny", text), output=str(folder / "run"))
+    model, objective, train, _ = assemble(config)
+    with pytest.raises(ConfigError, match="the data set to evaluate on has no samples"):
+        Trainer(config, model, objective, train, Subset(train, []))
+
+
+def test_a_plan_that_cannot_be_written_is_an_error_on_every_rank(text, folder, monkeypatch):
+    def save(plan, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Plan, "save", save)
+    with pytest.raises(ConfigError, match="No space left on device: .*plan.json"):
+        runs.trainer_of(folder / "run", settings("gpt-tiny", text, budget="min"))
 
 
 def test_error_of_one_rank_is_raised_on_all_ranks():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import re
@@ -240,7 +242,7 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
     clock.now = 13.0
     meter.add(2.0, 1, 8)
     other = torch.tensor([9.0, 3.0, 16.0, 1.0, 2.0, *[0.0] * 6])  # a step of two seconds
-    read = meter.read(lambda own: own[0] + other)
+    read = meter.read(lambda own: torch.stack((own[0], other)))
     assert [read[name] for name in ("loss", "rate", "seconds", "step_seconds")] == [2.75, 24.0, 1.0, 1.5]
     empty = meter.read()
     assert math.isnan(empty["loss"]) and math.isnan(empty["rate"])
@@ -267,6 +269,18 @@ def test_a_line_for_each_record(capsys):
         "step  20/100  loss 2.3457  12.3k tokens/s  lr 0.0003  peak 1.50 GiB (resident set)  clipped 0.25  0:00:16 left"
     )
     assert others == ["step  20/100  evaluation  loss 1.5  accuracy 0.5  over 64 samples", "[a] word"]
+
+
+def test_a_line_that_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    """As after SIGHUP, when the terminal has gone."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with ProgressLines(100, 10) as line:
+        line.show(RECORD)
 
 
 def test_long_silence_prints_the_position_of_the_run(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -109,7 +109,8 @@ def _train(state: RunState, config: Config) -> Outcome:
         print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
 
     def commit() -> None:
-        if trainer.mode.may_commit(trainer.progress.step):
+        is_due = trainer.progress.step % config.commit_every == 0
+        if trainer.optimizer.in_sync if config.local is not None else is_due:
             state.commit()
 
     return trainer.run(commit)

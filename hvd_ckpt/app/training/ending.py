@@ -81,24 +81,40 @@ def check_weights(model: nn.Module) -> None:
 class Reports:
     """Reports of single ranks, on which all ranks act after the same step: a request to stop, or a loss that is not finite.
 
+    With local SGD, ranks do not communicate in a step, so reports wait for the next entry of the log.
+
     Attributes:
         stopped: the request to stop that all ranks have received, as in ``Outcome.stopped``.
     """
 
     def __init__(self, config: Config, stop: StopRequest, say: Callable[[str], None]) -> None:
         self._config, self._stop, self._say = config, stop, say
+        self._waits = config.local is not None
+        self._waiting: tuple[float | None, int] = None, 0  # a loss and its step
         self.stopped: str | None = None
 
     def has(self, loss: float | None) -> bool:
         """Whether this rank has anything for a step, in which ``loss`` is its loss if that is not finite."""
-        return loss is not None or self._stop.reason is not None
+        return loss is not None or (self._stop.reason is not None and not self._waits)
 
     def handle(self, loss: float | None, step: int) -> bool:
-        """Answers a step for which some rank has anything; returns whether it is skipped. Collective.
+        """Answers a step for which some rank has anything; returns whether it is skipped. Collective, except with local SGD.
 
         Raises:
             NonFiniteLoss: ``on_nan`` is "stop"; on every rank.
         """
+        if not self._waits:
+            return self._answer(loss, step)
+        self._waiting = self._waiting if loss is None else (loss, step)
+        return True
+
+    def handle_waiting(self) -> None:
+        """Answers, at an entry of the log, what has waited for it, as :meth:`handle`. Collective."""
+        if self._waits:
+            waiting, self._waiting = self._waiting, (None, 0)
+            self._answer(*waiting)
+
+    def _answer(self, loss: float | None, step: int) -> bool:
         reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
             (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
         )
@@ -120,33 +136,11 @@ class Reports:
         self._say(f"Warning: {fault}: the step is skipped.")
         return True
 
-    def handle_waiting(self) -> None:
-        """Answers, at an entry of the log, what has waited for it, as :meth:`handle`. Collective."""
-
     def acknowledge(self) -> None:
         """Forgets a request: the run has stopped."""
         if self.stopped is not None:
             self._stop.acknowledge()
         self.stopped = None
-
-
-class LocalReports(Reports):
-    """Reports with local SGD, where ranks do not communicate in a step: reports wait for the next entry of the log."""
-
-    _waiting: tuple[float, int] | None = None  # a loss and its step
-
-    def has(self, loss: float | None) -> bool:
-        return loss is not None
-
-    def handle(self, loss: float | None, step: int) -> bool:
-        """Notes a step of this rank's group; it is skipped."""
-        self._waiting = self._waiting if loss is None else (loss, step)
-        return True
-
-    def handle_waiting(self) -> None:
-        loss, step = self._waiting or (None, 0)
-        self._waiting = None
-        super().handle(loss, step)
 
 
 # ------------------------------------------------------------------------------------ exit

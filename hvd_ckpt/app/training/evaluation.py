@@ -40,7 +40,7 @@ def evaluate(run: Trainer) -> dict[str, float]:
         numbers = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
-        for first in range(0, longest if run.mode.gathers_weights else len(numbers), size):
+        for first in range(0, longest if run.config.shard.stage == 3 else len(numbers), size):
             # Without samples left, the first sample stands in: it is computed and not counted.
             indices = numbers[first : first + size] or range(1)
             drawn = data.batch(indices, [0] * len(indices)).to(run.device)

@@ -13,9 +13,9 @@ In each step of any mode the loop calls :meth:`~Plain.run` and :meth:`~Plain.fin
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_ckpt.app.training.config import Config, config_errors
-from hvd_ckpt.app.training.ending import LocalReports, Reports, errors_everywhere
+from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
@@ -48,73 +48,85 @@ Aliases = Mapping[str, str]
 Parts = Sequence[tuple[Batch, int]]
 """Batches, and the samples of each: 0 if it has no weight, and is only there so that its owner takes part."""
 
+MeanTerms = Callable[[], float] | None
+
+
+def distribute(config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+    """The optimizer of all ranks: a ``DistributedOptimizer``, sharded if configured, or that of ``LocalSGD``. Collective.
+
+    Args:
+        model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
+
+    Raises:
+        ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
+    """
+    given, local, options = config.shard, config.local, dict[str, Any]()
+    shard = Shard(
+        given.states, wire=given.wire, offload=given.offload, offload_folder=given.folder, within=given.within
+    )
+    about = f"local {local}" if local is not None else f"shard {given}" if given.stage else ""
+    # Each stage has a world of its own, in which an error is raised on all; the other stages must hear of it, too.
+    with errors_everywhere("hvd_ckpt.train.distribute"), config_errors(OSError, about=about):
+        if local is not None:
+            momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
+            return LocalSGD(
+                optimizer,
+                list(model.named_parameters()),
+                every=local.every,
+                outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
+                fragments=local.fragments,
+                delay=local.delay,
+                wire=local.wire,
+                within=local.within,
+                shard=shard,
+                model=model,
+                elastic=True,
+            )
+        if given.stage:
+            options["shard"] = shard
+            options["backward_passes_per_step"] = config.accumulate if given.accumulate_locally else 1
+        if given.stage == 3 or config.replicas is not None:
+            options |= {"model": model, "replicas": config.replicas}
+        distributed: Any = DistributedOptimizer(
+            optimizer,
+            named_parameters=[(aliases.get(name, name), each) for name, each in model.named_parameters()],
+            compression=getattr(Compression, config.compression),
+            bucket_cap_mb=config.bucket_cap_mb,
+            **options,
+        )
+    # Ranks that have joined the job later have made fewer optimizers, and names of collectives count these.
+    if is_elastic():
+        agree_on_naming(distributed)
+    if config.replicas is not None:
+        distributed.replicas.seed = config.seed
+    return distributed
+
 
 class Plain:
     """Each rank computes one part of a global batch, and all ranks take the same step. The other modes override what differs.
 
     Args:
-        run: its model has its plan and is in pipeline stages if configured; its optimizer is the result of :meth:`distribute`.
+        run: its model has its plan and is in pipeline stages if configured; its optimizer is the result of :func:`distribute`.
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.
-        gathers_weights: whether each forward pass all-gathers weights, so that all ranks must run equally many.
-        same_state: whether the optimizers of all ranks begin with the same state.
-        scales_rate: whether the learning rate of an elastic job follows the number of ranks.
-        reports: the class of the ranks' reports.
     """
-
-    same_state = scales_rate = True
-    reports: type[Reports] = Reports
 
     def __init__(self, run: Trainer) -> None:
         ranks: int = hvd.size()
         self.config = config = run.config
         self.parts = config.parts_of_batch(ranks) // ranks
-        self.gathers_weights = config.shard.stage == 3
         self._model, self._optimizer, self._device = run.model, run.optimizer, run.device
         self._objective, self._precision = run.objective, run.precision
         self._skips = config.on_nan == "skip"
         self._buffers: Any = None  # before the step, where it may be skipped
-
-    # -------------------------------------------------------------------------------- before the first step
-
-    @classmethod
-    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        """The ``DistributedOptimizer`` of a run, sharded if configured. Collective.
-
-        Args:
-            model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
-
-        Raises:
-            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
-        """
-        shard, options = config.shard, dict[str, Any]()
-        if shard.stage:
-            options["shard"] = _shard(config)
-            options["backward_passes_per_step"] = config.accumulate if shard.accumulate_locally else 1
-        if shard.stage == 3 or config.replicas is not None:
-            options |= {"model": model, "replicas": config.replicas}
-        with config_errors(OSError, about=f"shard {shard}" if shard.stage else ""):
-            distributed: Any = DistributedOptimizer(
-                optimizer,
-                named_parameters=[(aliases.get(name, name), each) for name, each in model.named_parameters()],
-                compression=getattr(Compression, config.compression),
-                bucket_cap_mb=config.bucket_cap_mb,
-                **options,
-            )
-        # Ranks that have joined the job later have made fewer optimizers, and names of collectives count these.
-        if is_elastic():
-            agree_on_naming(distributed)
-        if config.replicas is not None:
-            distributed.replicas.seed = config.seed
-        return distributed
 
     # -------------------------------------------------------------------------------- in each step
 
     def micro_batches(self, sampler: DistributedSampler, position: int) -> int:
         """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
         config = self.config
-        communicates = self.gathers_weights or config.batch_norm == "synchronized"
+        communicates = config.shard.stage == 3 or config.batch_norm == "synchronized"
         if not communicates or sampler.length is None:
             # Without messages in a forward pass, ranks may run different numbers of micro-batches.
             return config.accumulate
@@ -149,22 +161,9 @@ class Plain:
 
     # -------------------------------------------------------------------------------- between steps
 
-    @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def evaluated(self) -> AbstractContextManager[None]:
         """A context in which the model has the weights and buffers that are evaluated, the same on every rank. Collective."""
-        yield
-
-    def add_up(self, values: Tensor) -> Tensor:
-        """The sum of the rows of all parts; ``values`` has those of this rank's. Collective."""
-        return hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
-
-    def facts(self) -> dict[str, float]:
-        """Further numbers of an entry of the log, the same on every rank."""
-        return {}
-
-    def may_commit(self, step: int) -> bool:
-        """Whether an elastic job commits after a step."""
-        return step % self.config.commit_every == 0
+        return nullcontext()
 
     def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
         """Replicated state that only this mode has. Collective.
@@ -189,15 +188,8 @@ class Plain:
         ((batch, samples),) = parts
         return [self._run_part(batch.to(self._device), samples, micro_batches)]
 
-    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
-        return self._in_turn(batch, samples, micro_batches)
-
-    def _in_turn(
-        self,
-        batch: Batch,
-        samples: int,
-        micro_batches: int,
-        mean_terms: Callable[[], float] | None = None,
+    def _run_part(
+        self, batch: Batch, samples: int, micro_batches: int, mean_terms: MeanTerms = None
     ) -> Accumulated:
         return accumulate(
             self._loss,
@@ -236,19 +228,14 @@ class Stages(Plain):
 
     _model: Any
 
-    @classmethod
-    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        # Each stage has a world of its own, in which an error is raised on all; the other stages must hear of it, too.
-        with errors_everywhere("hvd_ckpt.train.distribute"):
-            return super().distribute(config, model, optimizer, aliases)
-
-    @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def evaluated(self) -> AbstractContextManager[None]:
         # Batches of an evaluation are as small as micro-batches, and follow one another through the stages.
         self._model.micro_batches = 1
-        yield
+        return nullcontext()
 
-    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+    def _run_part(
+        self, batch: Batch, samples: int, micro_batches: int, mean_terms: MeanTerms = None
+    ) -> Accumulated:
         self._model.micro_batches = micro_batches
         return self._model.accumulate(
             batch,
@@ -263,17 +250,9 @@ class Stages(Plain):
 class Replicas(Plain):
     """Logical replicas: each part has its own random state and buffers, so results do not depend on the number of ranks."""
 
-    scales_rate = False  # a step has as many samples on any number of ranks
-
-    @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def evaluated(self) -> AbstractContextManager[None]:
         self._replicas.average_buffers()
-        yield
-
-    def add_up(self, values: Tensor) -> Tensor:
-        # Rows are added in the order of the replicas, whichever ranks have them, so that the log has the same bits.
-        rows: Tensor = hvd.allgather(values, name="hvd_ckpt.report")
-        return rows.sum(0)
+        return nullcontext()
 
     def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
         rows: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
@@ -295,7 +274,7 @@ class Replicas(Plain):
         accumulated = []
         for replica, (batch, samples) in zip(self._optimizer.local_replicas(), parts):
             with replica:
-                accumulated.append(self._in_turn(batch.to(self._device), samples, micro_batches, mean_terms))
+                accumulated.append(self._run_part(batch.to(self._device), samples, micro_batches, mean_terms))
                 # Here, and not in finish(): outside of the context the model's buffers are not this replica's.
                 super()._commit_statistics(discard=not samples)
         return accumulated
@@ -313,34 +292,11 @@ class Replicas(Plain):
 class Local(Plain):
     """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights at intervals."""
 
-    same_state = scales_rate = False  # a step is one of each rank, on any number of ranks
-    reports = LocalReports
-
     def __init__(self, run: Trainer) -> None:
         super().__init__(run)
         # A run that has to stop continues to the next entry of the log, where all ranks hear of it; steps until then are skipped.
         self._skips = run.config.on_nan in ("skip", "stop")
         self._idle = False  # no rank of this rank's group had any terms in the last step
-
-    @classmethod
-    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
-        local = config.local
-        assert local is not None
-        momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
-        with config_errors(OSError, about=f"local {local}"):
-            return LocalSGD(
-                optimizer,
-                list(model.named_parameters()),
-                every=local.every,
-                outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
-                fragments=local.fragments,
-                delay=local.delay,
-                wire=local.wire,
-                within=local.within,
-                shard=_shard(config),
-                model=model,
-                elastic=True,
-            )
 
     def skip(self) -> None:
         with span("update"), self._optimizer.skip_synchronize():
@@ -364,22 +320,17 @@ class Local(Plain):
         with self._optimizer.without_reduction():
             pass
 
-    @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
-        with self._optimizer.averaged():
-            yield
+    def evaluated(self) -> AbstractContextManager[None]:
+        averaged: AbstractContextManager[None] = self._optimizer.averaged()
+        return averaged
 
-    def facts(self) -> dict[str, float]:
-        return {"divergence": self._optimizer.divergence}
-
-    def may_commit(self, step: int) -> bool:
-        return self._optimizer.in_sync
-
-    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+    def _run_part(
+        self, batch: Batch, samples: int, micro_batches: int, mean_terms: MeanTerms = None
+    ) -> Accumulated:
         terms = float(self._objective.weight(batch)) if samples else 0.0
-        mean_terms = self._optimizer.begin_group_mean(terms)
-        accumulated = self._in_turn(batch, samples, micro_batches, mean_terms)
-        self._idle = not mean_terms()
+        of_group = self._optimizer.begin_group_mean(terms)
+        accumulated = super()._run_part(batch, samples, micro_batches, of_group)
+        self._idle = not of_group()
         return accumulated
 
 
@@ -390,13 +341,6 @@ def mode_of(config: Config) -> type[Plain]:
     if config.replicas is not None:
         return Replicas
     return Stages if config.in_stages else Plain
-
-
-def _shard(config: Config) -> Shard:
-    given = config.shard
-    return Shard(
-        given.states, wire=given.wire, offload=given.offload, offload_folder=given.folder, within=given.within
-    )
 
 
 def _nothing(_: Batch) -> float:

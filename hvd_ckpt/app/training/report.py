@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import horovod.torch as hvd
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -88,11 +89,12 @@ class Meter:
             self._wait()
             self.start()
 
-    def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+    def read(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows) -> dict[str, float]:
         """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins again.
 
         Args:
-            add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.
+            gather: takes a float64 tensor [parts, columns] on the CPU, and returns the rows of all ranks; then every rank has to
+                read.
         """
         # Reading the losses waits for the device, so the clock is read after them.
         pending = self.pending()
@@ -100,11 +102,11 @@ class Meter:
         seconds = self._seconds + now - self._since
         of_steps = (seconds, *self.spans.read().values())
         more = [self._units, 1.0, *(value / max(self._steps, 1) for value in of_steps)]
-        # One row for each part of the batch, so that the sums have an order that does not depend on the ranks. What is counted for
-        # the rank as a whole stands in its first row.
+        # One row for each part of the batch. Rows are added in the order of the parts, whichever ranks have them: the log has the
+        # same bits. What is counted for the rank as a whole stands in its first row.
         rows = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
         rows[0, 2:] = torch.tensor(more, dtype=torch.float64)
-        loss, weight, units, ranks, *times = (rows.sum(0) if add_ranks is None else add_ranks(rows)).tolist()
+        loss, weight, units, ranks, *times = gather(rows).sum(0).tolist()
         self._losses, self._weights = [0.0] * len(rows), [0.0] * len(rows)
         self._units, self._seconds, self._since, self._steps = 0.0, 0.0, now, 0
         return {
@@ -153,9 +155,10 @@ class ProgressLines(Heartbeat):
         self.say("  ".join(self._parts(record)))
 
     def say(self, text: str) -> None:
-        """Shows one line of text."""
+        """Shows one line of text. If nobody reads it, or the disk of the output is full, training continues all the same."""
         self.said()
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     def _parts(self, record: Mapping[str, Any]) -> list[str]:
         parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
@@ -199,7 +202,7 @@ class Report:
     """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
 
     Args:
-        run: adds up the counts of its ranks by its mode. The logs drop records of steps after those that it has taken.
+        run: the logs drop records of steps after those that it has taken.
         line: on rank 0, where records are shown.
 
     Attributes:
@@ -259,11 +262,12 @@ class Report:
 
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
-        mode = self._run.mode
-        reading = self.meter.read(mode.add_up)
-        memory, kind = peak_memory(self._run.device)
-        units = {"unit": self._run.objective.unit, "memory": memory, "memory_of": kind}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **mode.facts()})
+        run = self._run
+        reading = self.meter.read(lambda rows: hvd.allgather(rows, name="hvd_ckpt.report"))
+        memory, kind = peak_memory(run.device)
+        units = {"unit": run.objective.unit, "memory": memory, "memory_of": kind}
+        local = {} if run.config.local is None else {"divergence": run.optimizer.divergence}
+        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **local})
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the result of an evaluation."""

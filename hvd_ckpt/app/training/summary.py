@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.modes import Replicas, Stages, mode_of
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.runtime import controller
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -46,8 +46,9 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
         source = config.data or default or type(train).__name__
         samples = config.global_batch(hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
-        owners = {Replicas: f"of each of {config.replicas} replicas", Stages: "on each replica"}
-        owner = owners.get(mode_of(config), "on each rank")
+        owner = "on each replica" if config.in_stages else "on each rank"
+        if config.replicas is not None:
+            owner = f"of each of {config.replicas} replicas"
         split = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
         lines = {
             "model": f"{config.model}: {count:,} parameters, {show_bytes(size)}; {config.precision}",
@@ -67,7 +68,8 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
         if resumed is not None and (changes := _changes(config, resumed)):
             lines["changed"] = "; ".join(changes)
         text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
     if config.dry_run:
         raise DryRun
 
@@ -109,7 +111,7 @@ def _recomputation(config: Config) -> str:
         return f"planned for {config.budget.limit}"
     if config.plan is not None:
         return f"the plan {config.plan}"
-    if mode_of(config) is Stages and config.checkpoint != "never":
+    if config.in_stages and config.checkpoint != "never":
         return f"each stage recomputes its blocks: {config.checkpoint}"
     if config.segments is not None:
         return f"recomputed in {config.segments.number} segments"

@@ -22,11 +22,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hvd_ckpt.app.training.build import Assembly, check_functions
 from hvd_ckpt.app.training.callbacks import callbacks_of
 from hvd_ckpt.app.training.config import Config, config_errors
-from hvd_ckpt.app.training.ending import check_weights, errors_everywhere
+from hvd_ckpt.app.training.ending import Reports, check_weights, errors_everywhere
 from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
-from hvd_ckpt.app.training.modes import Parts, mode_of
+from hvd_ckpt.app.training.modes import Parts, distribute, mode_of
 from hvd_ckpt.app.training.optim import Schedule, freeze, optimizer_of
 from hvd_ckpt.app.training.plans import choose_plan, planned_peak
 from hvd_ckpt.app.training.report import ProgressLines, Report, StepTrace
@@ -42,7 +42,7 @@ from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.reduction.broadcast import broadcast_parameters
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
@@ -148,6 +148,10 @@ class Trainer:
             self.sampler = DistributedSampler(
                 self.train, config.batch, seed=config.seed, epochs=config.epochs
             )
+            if self.test is not None and not len(self.test):
+                raise ValueError(
+                    "the data set to evaluate on has no samples: give some, or None instead of it"
+                )
             self._callbacks = callbacks_of(config)
             if config.freeze is not None:
                 freeze(self.model, config.freeze)
@@ -181,14 +185,15 @@ class Trainer:
             self.steps = (config.steps or DEFAULT_STEPS) if left is None else progress.step + left
             if config.profile is not None and traced_steps(config.profile)[0] > self.steps:
                 raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
-            scales = is_elastic() and mode_of(config).scales_rate
+            # A step of replicas has as many samples on any number of ranks, and one of local SGD is one of each rank.
+            scales = is_elastic() and config.replicas is None and config.local is None
             rate = config.lr * (hvd.size() / self._first_ranks if scales else 1.0)
             self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup)
         return snapshot, lock
 
     def _distribute(self) -> None:
         """Stages, the weights of rank 0, and the optimizer of all ranks, whose hooks need the modules that the plan has changed."""
-        config, Mode = self.config, mode_of(self.config)
+        config = self.config
         # The names of tied parameters, before the model is cut into stages.
         aliases = ModelTensors(self.model).aliases
         model = self.model
@@ -197,15 +202,12 @@ class Trainer:
         elif self.plan is not None:
             self.plan.apply(model)
         broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = Mode.distribute(config, model, self.optimizer, aliases)
+        optimizer = distribute(config, model, self.optimizer, aliases)
         self.model, self.optimizer = self.precision.prepare(model, optimizer)
-        # The state of shards is different on each rank.
-        if Mode.same_state and not config.shard.stage:
-            broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.average = None
         if config.ema is not None:
             self.average = AveragedWeights(self.optimizer, multi_avg_fn=get_ema_multi_avg_fn(config.ema))
-        self.mode = Mode(self)
+        self.mode = mode_of(config)(self)
 
     def _load(self, snapshot: Snapshot | None, lock: FolderLock | None) -> None:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
@@ -230,7 +232,7 @@ class Trainer:
             with config_errors():
                 of_rank = self.snapshots.load(snapshot)
                 self.report.meter.load_pending(self.mode.logged_in(snapshot, of_rank))
-        self.reports = self.mode.reports(config, self.snapshots.stop, self.report.say)
+        self.reports = Reports(config, self.snapshots.stop, self.report.say)
 
     # -------------------------------------------------------------------------------- the loop
 
