@@ -121,8 +121,9 @@ def _memory_on(device: str, tensor: torch.Tensor) -> torch.UntypedStorage | None
             memory = tensor.untyped_storage()
             memory.data_ptr()
             return memory
-    except RuntimeError:
-        pass  # an undefined tensor of autograd has no device, and one that torch.compile has traced no address
+    except (RuntimeError, ValueError):
+        # An undefined tensor of autograd has no device, one that torch.compile has traced no address, a lazy parameter no memory.
+        pass
     return None
 
 

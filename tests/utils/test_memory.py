@@ -99,5 +99,6 @@ def test_cuda_counts_the_allocators_blocks() -> None:
 def test_tensors_without_an_address_are_left_out() -> None:
     tensor = torch.ones(5)
     traced = torch._to_functional_tensor(torch.ones(3))  # as torch.compile leaves some behind
+    lazy = torch.nn.LazyLinear(2)
     assert tensor.untyped_storage().data_ptr() in memory_of_tensors()
-    del traced
+    del traced, lazy
