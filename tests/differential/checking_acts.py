@@ -300,7 +300,9 @@ def _differ(program: Program, everyone: list[Outcome], alone: Run, noisy: Sequen
                 failures.append(f"one process has not read {key} on rank {rank}")
                 continue
             size = max(1.0, abs(wanted.item()))
-            bound = max([least * size, *(MARGIN * distance(wanted, other.hand.reads[key]) for other in noisy)])
+            bound = max(
+                [least * size, *(MARGIN * distance(wanted, other.hand.reads[key]) for other in noisy)]
+            )
             if not distance(value, wanted) <= bound and str(value.item()) != str(wanted.item()):
                 act = "hook" if key[2] < 0 else program.steps[key[1]].acts[key[2]]
                 failures.append(
