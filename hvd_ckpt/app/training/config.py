@@ -51,7 +51,7 @@ GROUPS = {  # the title of each group of settings, by its first one
     "eval_every": "Evaluation, logs and snapshots",
     "on_nan": "The run",
 }
-RENAMED = {  # names of Lightning, transformers and Horovod
+RENAMED = {  # earlier names, and those of Lightning and transformers
     "learning_rate": "lr",
     "max_steps": "steps",
     "max_epochs": "epochs",
@@ -66,9 +66,24 @@ RENAMED = {  # names of Lightning, transformers and Horovod
     "lr_scheduler_type": "schedule",
     "output_dir": "output",
     "save_steps": "snapshot_every",
-    "np": "horovodrun -np N hvd-ckpt ...",
     "length": "sequence_length",
+    "documents": "data lines:FILE",
+    "local_steps": "local N",
+    "stages": "pipeline N",
+    "pipeline_schedule": "pipeline N,schedule=NAME",
+    "load": "plan FILE",
+    "held_out": "validation_split",
+    "chunks": "accumulate",
     "micro_batches": "accumulate",
+}
+REMOVED = {  # and what does the same
+    "np": "start the ranks with horovodrun -np N",
+    "launcher": "start the ranks with this command",
+    "max_restarts": "repeat hvd-ckpt train --resume RUN until its exit status is 0",
+    "grace": "create the file 'stop' in the folder of the run and wait",
+    "tracker": "give a callback that writes the log for your tool, or tensorboard",
+    "prompt": "export a snapshot for transformers, whose generate() continues it",
+    "peak_tflops": "divide the rate in the log by the peak of your devices",
 }
 
 
@@ -90,10 +105,10 @@ def config_errors(*kinds: type[Exception], about: str = "") -> Iterator[None]:
 
 
 def instead_of(name: str) -> str | None:
-    """What to give in place of a name that is no setting, but one of an option, a kind of data or another tool; else None."""
+    """What to do in place of a setting that there is not, or not any more; None for any other name."""
     name = name.replace("-", "_")
-    if name in Config.model_fields:
-        return None
+    if name in REMOVED or name in Config.model_fields:
+        return REMOVED.get(name)
     with_options = (Data, Local, Planned, Segments, Sharded, Stages, Verify)
     of_options = [
         f"{setting} VALUE,{name}=VALUE"
