@@ -37,6 +37,7 @@ Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 _POLICY = "_hvd_ckpt_policy"
 _ITEMS = "_hvd_ckpt_items"
 _AUTOCAST = "_hvd_ckpt_autocast"
+_ENTRIES = (_POLICY, _ITEMS, _AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,15 @@ def remove_policy(module: nn.Module) -> None:
     """Restores the class of a module that has a policy."""
     if is_planned(module):
         module.__class__ = base_class(module)
-        for name in (_POLICY, _ITEMS, _AUTOCAST):
+        for name in _ENTRIES:
             module.__dict__.pop(name, None)
 
 
 @contextlib.contextmanager
 def without_policies(model: nn.Module) -> Iterator[None]:
     """A context in which no module of the model has a policy, to begin with; afterwards those with one before have it again."""
-    names = (_POLICY, _ITEMS, _AUTOCAST)
     before = [
-        (module, type(module), {name: module.__dict__[name] for name in names if name in module.__dict__})
+        (module, type(module), {name: module.__dict__[name] for name in _ENTRIES if name in module.__dict__})
         for module in model.modules()
         if is_planned(module)
     ]

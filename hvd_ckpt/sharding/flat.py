@@ -5,7 +5,7 @@ write.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -107,31 +107,13 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when it was split.
         """
-        self._take_in()
-        for group in self._layout.groups:
-            if self._format.changes(group.dtype):
-                self.shards[group.position].copy_(self._written(group))
+        for shard, current in zip(self.shards, self.current_shards()):
+            if current is not shard:
+                shard.copy_(current)
 
-    def current_shards(self) -> list[torch.Tensor]:
-        """The shards with what was written to the parameters from outside; errors are those of :meth:`sync_from_model`."""
-        self._take_in()
-        # Copies: the next synchronization rounds anew, so that it finds something else where a save has changed exact values.
-        return [
-            self._written(group) if self._format.changes(group.dtype) else self.shards[group.position]
-            for group in self._layout.groups
-        ]
-
-    def _written(self, group: Group) -> torch.Tensor:
-        """This rank's exact values of a group of which the model has rounded ones. Where it still has what the exact one rounds to,
-        nobody has written to it."""
-        own, exact = (
-            group.shard_of(self._flats[group.position], self._exchange.rank),
-            self.shards[group.position],
-        )
-        return torch.where(own == self._format.rounded(exact), exact, own)
-
-    def _take_in(self) -> None:
-        """Moves parameters that have got other memory to their places."""
+    def current_shards(self) -> Iterator[torch.Tensor]:
+        """The shards with what :meth:`sync_from_model` reads, whose errors it raises. Those of lossy formats are copies: the exact
+        values stay as they are."""
         for index, parameter in enumerate(self._layout.parameters):
             # Still in its place. What was written there in place is in the shards already, which are views of
             # that memory.
@@ -145,6 +127,14 @@ class FlatParameters:
             if not self._layout.fits(index):
                 raise RuntimeError(self._layout.changed(index))
             self._place(index)
+        # With a lossy format the model has rounded weights. Where it still has what the exact
+        # one rounds to, nobody has written to it.
+        for group, flat, exact in zip(self._layout.groups, self._flats, self.shards):
+            if self._format.changes(group.dtype):
+                own = group.shard_of(flat, self._exchange.rank)
+                yield torch.where(own == self._format.rounded(exact), exact, own)
+            else:
+                yield exact
 
     def _place(self, index: int) -> None:
         """Moves a parameter to its view."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -390,11 +390,11 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         return self._pieces_of(self.sharding.store.current_shards())
 
-    def _pieces_of(self, shards: Sequence[torch.Tensor]) -> list[tuple[str, int, int, torch.Tensor]]:
+    def _pieces_of(self, shards: Iterable[torch.Tensor]) -> list[tuple[str, int, int, torch.Tensor]]:
         layout = self.sharding.layout
         return [
-            (layout.names[span.parameter], span.start, span.stop, span.of(shards[group.position]))
-            for group in layout.groups
+            (layout.names[span.parameter], span.start, span.stop, span.of(shard))
+            for group, shard in zip(layout.groups, shards)
             for span in group.spans(self.sharding.exchange.rank)
         ]
 

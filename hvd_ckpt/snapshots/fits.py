@@ -57,9 +57,8 @@ class Apart(State):
 class OptimizerValues(State):
     """What an optimizer keeps besides tensors of a parameter's elements."""
 
-    state: dict[
-        str, dict[str, Any]
-    ]  # of each parameter, by name; None for an entry that is a tensor of the snapshot
+    # Of each parameter, by name; None for an entry that is a tensor of the snapshot.
+    state: dict[str, dict[str, Any]]
     others: dict[Any, Any]  # of no parameter
     more: dict[str, Any]  # further entries of its state_dict()
 
