@@ -55,7 +55,7 @@ class WireFormat:
         """Writes the elements of ``wire`` [rows, any] to ``flat`` [rows * m], in its dtype."""
         for row, part in zip(wire, flat.view(len(wire), -1)):
             for start, stop in _slices(part):
-                part[start:stop].copy_(self._piece(row, len(part), start, stop, part[start:stop]))
+                part[start:stop].copy_(self._decoded(row, len(part), start, stop, part[start:stop]))
 
     def rounded(self, flat: torch.Tensor) -> torch.Tensor:
         """Encodes elements [m] for the way, in a new tensor."""
@@ -72,12 +72,12 @@ class WireFormat:
             # Where elements travel in the dtype of ``out``, the first piece is the wire
             # itself. It is only read: sums go to ``total``.
             total, space = out[start:stop], scratch[: stop - start]
-            piece = self._piece(first, numel, start, stop, total)
+            piece = self._decoded(first, numel, start, stop, total)
             for row in others:
-                piece = torch.add(piece, self._piece(row, numel, start, stop, space), out=total)
+                piece = torch.add(piece, self._decoded(row, numel, start, stop, space), out=total)
             torch.mul(piece, scale, out=total)
 
-    def _piece(
+    def _decoded(
         self, row: torch.Tensor, numel: int, start: int, stop: int, space: torch.Tensor
     ) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of a row of ``numel``: in ``space``, or where they lie if they have its dtype."""
@@ -149,11 +149,11 @@ class _Blockwise(WireFormat):
                 torch.bitwise_or(above << 4, below, out=levels[start // 2 : -(-stop // 2)].view(torch.uint8))
         return wire
 
-    def _piece(
+    def _decoded(
         self, row: torch.Tensor, numel: int, start: int, stop: int, space: torch.Tensor
     ) -> torch.Tensor:
         if row.dtype is not torch.uint8:
-            return super()._piece(row, numel, start, stop, space)
+            return super()._decoded(row, numel, start, stop, space)
         scales, levels = self._fields(row, numel)
         block = self._block
         scales = scales[start // block : -(-stop // block)]

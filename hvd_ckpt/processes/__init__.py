@@ -16,7 +16,7 @@ runtime       init, shutdown and what Horovod needs set before it starts
 devices       the device of each process
 commands      commands that end with everything that they have started
 stopping      requests to stop: signals, and a file in the folder of a run
-watchdog      ranks that die or stand still, named
+watchdog      waits for ranks that have ended or are stopped, and who these are
 uncaught      what an uncaught error prints: a traceback for each host, one line for each other rank
 probe         what a set-up can do, tried in a process of its own
 """

@@ -17,7 +17,7 @@ Gradients (stages 2 and 3):
 
     reducer          reduce-scatters groups during the backward pass
     schedule         when each group leaves
-    in_flight        packs, sends, and adds what arrives
+    in_flight        flat buffers of gradients on their way, and the sums that arrive
     gradients        placeholders in ``p.grad``, and whole gradients
     replicas, tree   gradients of logical replicas
 

@@ -24,7 +24,7 @@ SMALL_BYTES = 4 << 20
 PATIENCE_SECONDS = 30.0
 
 
-def pack(
+def flat_gradients(
     layout: Layout, group: Group, gradients: Sequence[torch.Tensor | None], prescale: float
 ) -> tuple[torch.Tensor, list[int]]:
     """Copies a group's gradients, times ``prescale``, into a new flat buffer; missing ones are zero.

@@ -30,7 +30,7 @@ from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.phases import NOT_CLEARED
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.gradients import PartedGradient
-from hvd_ckpt.sharding.in_flight import InFlight, pack
+from hvd_ckpt.sharding.in_flight import InFlight, flat_gradients
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
@@ -184,7 +184,7 @@ class ShardReducer(Machine):
 
     def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
         """The buffer of a group that is sent, and the parameters that it has something of."""
-        return pack(self._layout, group, parts, self._prescale)
+        return flat_gradients(self._layout, group, parts, self._prescale)
 
     # ---------------------------------------------------------------------------------- synchronization
 
