@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -191,6 +192,11 @@ def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokeni
     with (tmp_path / "huge.json").open("wb") as huge:
         huge.truncate(1 << 40)
     assert "1,099,511,627,776 bytes" in message(ValueError, lambda: Tokens(text, tmp_path / "huge.json"))
+    for name in "a.txt", "b.txt":
+        with (tmp_path / "folder" / name).open("wb") as huge:
+            huge.truncate(1 << 43)
+    sparse = functools.partial(Tokens, tmp_path / "folder", cache=tmp_path / "cache")
+    assert "35,184,372,088,834 bytes" in message(ValueError, sparse)
     (tmp_path / "taken").write_text("no folder")
     assert "taken" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "taken"))
     for kind in (CausalText, MaskedText, PermutedText):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sysconfig
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -101,6 +102,9 @@ class Tokens:
                 kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
                 path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
                 if not path.is_file():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if known is None and documents is None:
+                        _check_room(path.parent, (sum(map(_size, files)) + len(files) - 1) * kind.itemsize)
                     _write(path, kind, self._encode(files, known, documents))
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
@@ -199,9 +203,21 @@ def key_of(files: Sequence[Path], encoder: str) -> str:
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises ValueError if a folder has no room for so many bytes: a sparse file of any size fits on a small disk."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"the tokens of the text take {needed:,} bytes in '{folder}', where {free:,} are free: make room, or give less text"
+        )
+
+
 def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]]) -> None:
     """Writes a file that gets its name when it is complete, so that several processes may write it at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
         try:
             for array in arrays:
