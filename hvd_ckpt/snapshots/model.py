@@ -206,8 +206,6 @@ class ModelTensors:
         if optimizer.reduces_updates:  # a rank's state is that of its own gradients
             members = members[:1]
         is_first = hvd.rank() == members[0]
-        if self.layout is not None:
-            optimizer.sharding.follow_model()  # what was written to the weights since the last step
         # All that this rank has: kinds, elements and their values.
         rows: list[tuple[str, Part, Tensor]] = []
         for part in self._parameters:  # one without elements may be in the layout, with a class of its own

@@ -28,6 +28,7 @@ from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import launchers, runtime
 from hvd_ckpt.processes.grid import Grid, pretending
+from hvd_ckpt.processes.mpi import set_single_copy
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
 
@@ -221,6 +222,7 @@ VALUES = (
 
 def command_lines(_: Path) -> Callable[[Draw, Path], str]:
     """Any flags with any values: the work begins, help is shown, or one line says why not, with exit status 2."""
+    set_single_copy({})  # starts a process, once
     flags: dict[tuple[str, ...], list[str]] = {}
     for command in COMMANDS:
         found: Any = benchmarks if command[0] == BENCH else main

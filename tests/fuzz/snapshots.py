@@ -76,7 +76,7 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
         elif way == 3:
             path.rename(path.with_name("step-00000005"))
         elif way == 4:
-            draw.choice(*present).write_bytes(draw.choice(*present).read_bytes())
+            draw.choice(*present).write_bytes(files[draw.choice(*files)])
         elif way == 5:
             shutil.rmtree(path)
             draw.replace(path, b"no folder")
