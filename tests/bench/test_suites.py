@@ -1,4 +1,4 @@
-"""Suites without ranks: cases, rows, ratios, counts of bytes."""
+"""Suites without ranks: cases, rows, ratios, counts of bytes; and all ways to recompute, which compute the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, MeasuredJob, Row
 from benchmarks.probes import SeenMarks, storage_bytes
 from benchmarks.suites.pipeline import of_ideal, pipeline
+from benchmarks.suites.recompute import recompute
 from benchmarks.suites.shard import STAGES, of_best_peer, shard
+from benchmarks.worker import measure
 from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.stats import Quartiles
 from hvd_ckpt.utils.memory import recording_marks
@@ -120,3 +122,30 @@ def test_memory_that_unseen_threads_free_is_free_when_it_is_allocated_again() ->
         marks.mark("freed")
     # Some addresses have their turn.
     assert kept.nbytes <= marks.marks[0].bytes <= marks.marks[0].peak_bytes < 15 * block
+
+
+def found(folder: Path, name: str, *engines: str) -> dict[str, dict[str, Any]]:
+    """What a rank finds of these engines, each of which takes one timed step."""
+    cases = tuple(Case(name, engine, 1, sizes=dict(recompute.quick_sizes[name])) for engine in engines)
+    job = MeasuredJob(folder, 1, "recompute", cases, steps=1, seed=0, device="cpu")
+    return dict(zip(engines, measure(job)))
+
+
+def test_all_ways_compute_the_same(tmp_path: Path, one_thread: None, quick_planner: None) -> None:
+    ways = ("sequential-2", "blocks", "blocks-2", "matmuls-saved", "half-saved", "plan-blocks", "plan-min")
+    ranks = found(tmp_path, "gpt", "none", *ways)
+    assert {way: rank.get("failure") for way, rank in ranks.items()} == dict.fromkeys(ranks)
+    assert len({rank["hash"] for rank in ranks.values()}) == 1
+    assert all(len(rank["seconds"]) == 1 for rank in ranks.values())
+    peaks = {way: rank["step_bytes"] for way, rank in ranks.items()}
+    assert peaks["plan-min"] <= peaks["plan-blocks"] <= peaks["blocks"] < peaks["blocks-2"] < peaks["none"]
+
+
+def test_batch_norms_that_run_twice_are_found(tmp_path: Path, one_thread: None, quick_planner: None) -> None:
+    ranks = found(tmp_path, "densenet", "none", "blocks", "layers", "plan-blocks")
+    assert len({rank["hash"] for rank in ranks.values()}) == 1
+    buffers = {way: rank["buffer_hash"] for way, rank in ranks.items()}
+    assert buffers["plan-blocks"] == buffers["none"] and buffers["none"] not in (
+        buffers["blocks"],
+        buffers["layers"],
+    )

@@ -455,23 +455,6 @@ def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
     assert not loader_threads()
 
 
-def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
-    data, order = Counted(10), DistributedSampler(10, seed=5)
-
-    def global_batches(size: int, position: int, count: int) -> tuple[list[int], int]:
-        ranks = [batches_of_rank(data, order, 4 // size, rank, size, position) for rank in range(size)]
-        found = []
-        for _ in range(count):
-            loaded = [next(rank) for rank in ranks]
-            parts = [batch.inputs[0].tolist() for ((batch, _),), _ in loaded]
-            found += [part[at] for at in range(4 // size) for part in parts]
-        return found, loaded[0][1]
-
-    begun, position = global_batches(4, 0, 3)
-    rest, _ = global_batches(2, position, 3)
-    assert position == 12 and (begun + rest, 24) == global_batches(1, 0, 6)
-
-
 def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
     loader = batches_of_rank(Counted(10, fails_at=3), DistributedSampler(10), 2, 0, 1)
     assert [next(loader)[1], next(loader)[1]] == [2, 4]
@@ -547,20 +530,3 @@ def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: in
     other.load_state_dict(one.state_dict())
     assert [batch.tolist() for batch in other] == whole[4:]
     assert "give an hc.data.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))
-
-
-def test_hugging_face_data_sets_are_split_over_ranks_and_resumed() -> None:
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"tokens": [[row, row + 1] for row in range(20)]}).with_format("torch")
-
-    def loader(rank: int) -> DataLoader:
-        return DataLoader(data, DistributedSampler(data, 4, num_replicas=2, rank=rank, seed=1, epochs=2))
-
-    parts = [[batch["tokens"].tolist() for batch in loader(rank)] for rank in range(2)]
-    rows = sorted(row[0] for part in parts for batch in part for row in batch)
-    assert rows == sorted(2 * list(range(20)))
-    begun, resumed = loader(1), loader(1)
-    iterator = iter(begun)
-    first = [next(iterator)["tokens"].tolist() for _ in range(2)]
-    resumed.load_state_dict(begun.state_dict())
-    assert first + [batch["tokens"].tolist() for batch in resumed] == parts[1]

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from faults.checks import differences, newest_good, unreadable
 from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
 from notes import Note
 
-STEPS = 60
-ELASTIC_STEPS = 300  # so that a rank that has gone can come back
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model": "lstm-small",
     "model-option": ("width=64", "dropout=0.3", "tied=true"),
     "sequence-length": 16,
@@ -35,17 +33,18 @@ SETTINGS = {
     "lr": 3e-3,
     "validation-split": 0,
     "log-every": 2,
+    "steps": 60,
     "snapshot-every": 3,
     "keep-snapshots": 3,
+    "commit-every": 5,
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {  # further settings
     "ranks": {},
-    "stages": {"stages": 2},
-    "parts": {"tensor": 2},
+    "stages": {"pipeline": 2},
+    "parts": {"tensor": 2, "model": "gpt-tiny", "model-option": ("width=32", "layers=2", "dropout=0.3")},
     "replicas": {"replicas": 4},
-    "elastic": {"replicas": 4, "elastic": True},
+    "elastic": {"replicas": 4, "steps": 300},  # so that a rank that has gone can come back
 }
-IN_PARTS = {"model": "gpt-tiny", "model-option": ("width=32", "layers=2", "dropout=0.3")}
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
 NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
 WHO = {"one": 0.5, ALL: 0.25, LAUNCHER: 0.25}
@@ -100,6 +99,11 @@ class FaultPlan:
     kills: tuple[Kill, ...]
 
 
+def settings_of(layout: str) -> dict[str, Any]:
+    """Settings of the runs of a layout."""
+    return {**SETTINGS, **LAYOUTS[layout]}
+
+
 def draw(seed: int, size: int, controller: str) -> FaultPlan:
     """The plan of a seed."""
     generator = random.Random(seed)
@@ -112,7 +116,6 @@ def draw(seed: int, size: int, controller: str) -> FaultPlan:
         "elastic": elastic,
     }
     layout = generator.choice(["ranks"] * 3 + [name for name, can in fits.items() if can])
-    steps = ELASTIC_STEPS if layout == "elastic" else STEPS
 
     def one_of(weights: dict[Any, float]) -> Any:
         return generator.choices(list(weights), list(weights.values()))[0]
@@ -126,81 +129,8 @@ def draw(seed: int, size: int, controller: str) -> FaultPlan:
         delay = generator.uniform(0, LONGEST_DELAY[when])
         return Kill(f"rank {rank}" if who == "one" else who, signal, when, round(at, 3), round(delay, 4))
 
-    moments = sorted(generator.sample(range(1, steps), one_of(NUMBER_OF_KILLS)))
+    moments = sorted(generator.sample(range(1, settings_of(layout)["steps"]), one_of(NUMBER_OF_KILLS)))
     return FaultPlan(seed, size, controller, layout, tuple(kill(step) for step in moments))
-
-
-@dataclass(frozen=True)
-class KillTest:
-    """The settings of some runs.
-
-    Attributes:
-        folder: for the runs.
-        stages: pipeline stages.
-        tensor: parts of a layer.
-        replicas: logical replicas; each launch then is on another power of two of ranks, and all runs are to end in the same bits.
-        elastic: jobs of Horovod Elastic, which a kill of one rank leaves running.
-    """
-
-    folder: Path
-    stages: int = 1
-    tensor: int = 1
-    replicas: int | None = None
-    elastic: bool = False
-
-    @property
-    def steps(self) -> int:
-        """Of each run."""
-        return ELASTIC_STEPS if self.elastic else STEPS
-
-    @property
-    def text(self) -> Path:
-        """The text that all runs train on."""
-        return self.folder / "text.txt"
-
-    def arguments(self, run: Path) -> list[str]:
-        """Of ``hvd-ckpt train`` for the first launch of a run."""
-        replicas = {} if self.replicas is None else {"replicas": self.replicas}
-        in_parts = {} if self.tensor == 1 else {**IN_PARTS, "tensor": self.tensor}
-        settings = {**SETTINGS, **replicas, **in_parts, "steps": self.steps, "pipeline": self.stages}
-        return flags({**settings, "commit-every": 5, "data": f"text:{self.text}", "output": run})
-
-
-@dataclass
-class Killed:
-    """The result of a run that was killed.
-
-    Attributes:
-        kills: those that did not come too late, each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest
-            ``snapshot`` at that time, whether a snapshot was being written (``writing``), and the ``ranks`` of the launch.
-        restarts: launches after the first.
-        lost: restarts that resumed from before a snapshot that had been in place.
-        unreadable: why snapshots in place could not be read.
-        left: processes that still ran long after the launcher had ended.
-        differences: what differs from the undisturbed run; None if the run did not end.
-        failure: why it did not end, in one line.
-    """
-
-    kills: list[dict[str, Any]] = field(default_factory=list)
-    restarts: int = 0
-    lost: int = 0
-    unreadable: list[str] = field(default_factory=list)
-    left: int = 0
-    differences: list[str] | None = None
-    failure: str | None = None
-
-    @property
-    def sound(self) -> bool:
-        """Whether it ended as the undisturbed run did, and nothing was lost, unreadable or left."""
-        return self.differences == [] and not self.lost and not self.unreadable and not self.left
-
-    @property
-    def faults(self) -> list[str]:
-        """What is wrong, a line each."""
-        lines = [*self.unreadable, *(f"differs: {name}" for name in self.differences or ()), self.failure]
-        lines += [f"{self.lost} committed steps lost"] * bool(self.lost)
-        lines += [f"{self.left} processes left"] * bool(self.left)
-        return [line for line in lines if line]
 
 
 @functools.cache
@@ -212,97 +142,89 @@ def folder() -> Path:
 
 
 def check(plan: FaultPlan) -> Iterator[str]:
-    """What is wrong with the run of a plan."""
-    killed = kill_run(KillTest(folder() / plan.layout, **LAYOUTS[plan.layout]), plan)
-    yield from killed.faults
-    writing = sum(kill["writing"] for kill in killed.kills)
-    yield Note(f"seed {plan.seed}, {plan.layout}: {len(killed.kills)} kills, {writing} of them while writing")
-
-
-def kill_run(test: KillTest, plan: FaultPlan) -> Killed:
-    """Runs a fault plan, and compares with an undisturbed run. The folders of sound runs are removed.
-
-    Raises:
-        RuntimeError: the undisturbed run failed.
-    """
-    seed, size, controller = plan.seed, plan.size, plan.controller
-    test.folder.mkdir(parents=True, exist_ok=True)
-    write_text(test.text)
+    """Runs a fault plan, and compares with an undisturbed run: what is wrong. The folders of sound runs are removed."""
+    place, size, controller = folder() / plan.layout, plan.size, plan.controller
+    place.mkdir(exist_ok=True)
+    write_text(place / "text.txt")
     # Replicas end in the same bits on any number of ranks; without them, bits depend on ranks and controller.
-    sizes = [size] if test.replicas is None else [1 << power for power in range(size.bit_length())]
-    reference = test.folder / f"undisturbed-{sizes[0]}-{controller}" / "run"
+    replicated = "replicas" in LAYOUTS[plan.layout]
+    sizes = [1 << power for power in range(size.bit_length())] if replicated else [size]
+    reference = place / f"undisturbed-{sizes[0]}-{controller}"
     if not reference.exists():
-        undisturbed = _Course(
-            test, FaultPlan(0, sizes[0], controller, plan.layout, ()), reference.parent.name, sizes[:1]
+        undisturbed = _Course(FaultPlan(0, sizes[0], controller, plan.layout, ()), reference, sizes[:1])
+        if faults := undisturbed.run():
+            raise RuntimeError(f"the undisturbed run of {sizes[0]} ranks over {controller}: {faults}")
+    course = _Course(plan, place / f"seed-{plan.seed}-{size}-{controller}", sizes)
+    faults = course.run()
+    if course.ended:
+        compared = differences(
+            course.path, reference / "run", course.settings["steps"], None if replicated else size
         )
-        if (failure := undisturbed.run().failure) is not None:
-            raise RuntimeError(f"the undisturbed run of {sizes[0]} ranks over {controller}: {failure}")
-    course = _Course(test, plan, f"seed-{seed}-{size}-{controller}", sizes)
-    killed = course.run()
-    if killed.failure is None:
-        own = size if test.replicas is None else None
-        killed.differences = differences(course.path, reference, test.steps, own)
-    if killed.sound:
-        shutil.rmtree(course.folder)
-    return killed
+        faults += [f"differs: {name}" for name in compared]
+    yield from faults
+    kills = f"{len(course.writing)} kills, {sum(course.writing)} of them while writing"
+    yield Note(f"seed {plan.seed}, {plan.layout}: {kills}")
+    if not faults:
+        shutil.rmtree(course.path.parent)
 
 
 class _Course:
-    """The launches of one run, on ``sizes`` ranks in turn. Without kills the job is not elastic.
+    """The launches of one run in a new folder, on ``sizes`` ranks in turn. Without kills the job is not elastic.
 
     Attributes:
-        killed: the result so far.
         path: the folder of the run.
+        settings: of the run.
+        ended: whether it has come to its end.
+        writing: for each kill that did not come too late, whether a snapshot was being written.
     """
 
-    def __init__(self, test: KillTest, plan: FaultPlan, name: str, sizes: Sequence[int]) -> None:
-        self.folder = test.folder / name
-        self.folder.mkdir()
-        self.path = self.folder / "run"
-        self.killed = Killed()
-        self._test, self._plan, self._sizes = test, plan, sizes
+    def __init__(self, plan: FaultPlan, folder: Path, sizes: Sequence[int]) -> None:
+        folder.mkdir()
+        self.path, self.settings = folder / "run", settings_of(plan.layout)
+        self.ended, self.writing = False, list[bool]()
+        self._plan, self._sizes = plan, sizes
+        self._elastic = plan.layout == "elastic" and bool(plan.kills)
         self._kills = list(plan.kills)  # still to come
         self._newest = 0  # the step of the newest snapshot that was seen in place
 
-    def run(self) -> Killed:
-        """Launches until the run has ended or failed."""
+    def run(self) -> list[str]:
+        """Launches until the run has ended or failed; what is wrong, a line each."""
+        faults = []
         for number in range(len(self._plan.kills) + 1):
-            self.killed.restarts = number
-            if self._launch(number) or self.killed.failure is not None:
+            wrong, is_last = self._launch(number)
+            faults += [f"launch {number + 1}: {text}" for text in wrong]
+            if is_last:
                 break
-        return self.killed
+        return faults if faults or self.ended else ["it was not launched to its end"]
 
-    def _launch(self, number: int) -> bool:
-        """One launch; whether the run came to its end."""
-        killed, before = self.killed, self._newest
+    def _launch(self, number: int) -> tuple[list[str], bool]:
+        """One launch: what is wrong, and whether there is to be no other."""
+        before = self._newest
         size = self._sizes[(self._plan.seed + number) % len(self._sizes)]
-        resumed = (self.path / "config.yaml").exists()
-        arguments = ["--resume", str(self.path)] if resumed else self._test.arguments(self.path)
-        view = RunView(self.path)
-        elastic = self._test.elastic and bool(self._plan.kills)
-        with TrainJob(
-            size, self._plan.controller, arguments, self.folder / f"log-{number}.txt", elastic
-        ) as job:
-            was_killed = self._watch(job, size, view)
+        arguments = ["--resume", str(self.path)]
+        if not (self.path / "config.yaml").exists():
+            text = self.path.parents[1] / "text.txt"
+            arguments = flags({**self.settings, "data": f"text:{text}", "output": self.path})
+        view, log = RunView(self.path), self.path.parent / f"log-{number}.txt"
+        with TrainJob(size, self._plan.controller, arguments, log, self._elastic) as job:
+            was_killed = self._watch(job, view)
             status = job.status
             # Where the time is over the launcher still runs, and so may the others.
-            if status is not None:
-                killed.left += job.left(LIMIT)
-        killed.unreadable += unreadable(self.path, size)
+            left = 0 if status is None else job.left(LIMIT)
+        wrong = unreadable(self.path, size) + [f"{left} processes left"] * bool(left)
         # Looked at from both sides: where the launch has resumed, and what the next one would resume from.
         first, newest = job.first_step(), newest_good(self.path)
-        went_back = first is not None and first - 1 < before
-        killed.lost += went_back or newest < self._newest
-        if status == 0 and newest == self._test.steps:
-            return True
+        if (first is not None and first - 1 < before) or newest < self._newest:
+            wrong.append("committed steps are lost")
+        self.ended = status == 0 and newest == self.settings["steps"]
         if status is None:
-            killed.failure = f"launch {number + 1}: no end after {SECONDS:.0f} s (log: {job.log_file})"
-        elif not was_killed:
-            killed.failure = f"launch {number + 1}: status {status}: {job.failure()}"
+            wrong.append(f"no end after {SECONDS:.0f} s (log: {log})")
+        elif not self.ended and not was_killed:
+            wrong.append(f"status {status}: {job.failure()}")
         self._look()
-        return False
+        return wrong, self.ended or status is None or not was_killed
 
-    def _watch(self, job: TrainJob, size: int, view: RunView) -> bool:
+    def _watch(self, job: TrainJob, view: RunView) -> bool:
         """Waits until the launcher has ended or the time is over; whether a kill has happened."""
         start = time.monotonic()
         was_killed, may_be_killed = False, True
@@ -312,18 +234,13 @@ class _Course:
                 time.sleep(kill.delay)
                 # Before the signal: what is in place now must not be lost, and the job may be gone a moment later.
                 self._look()
-                step, writing = view.last_step(), view.writing()
+                writing = view.writing()
                 if job.send(kill.who, kill.signal):
-                    facts = {"who": kill.who, "signal": kill.signal, "when": kill.when, "step": step}
-                    self.killed.kills.append(
-                        {**facts, "snapshot": self._newest, "writing": writing, "ranks": size}
-                    )
+                    self.writing.append(writing)
                     self._kills.pop(0)
                     was_killed = True
                     # Only an elastic job that has lost one rank lives on, for the next kill to hit it.
-                    may_be_killed = (
-                        self._test.elastic and kill.who.startswith("rank") and kill.signal == "SIGKILL"
-                    )
+                    may_be_killed = self._elastic and kill.who.startswith("rank") and kill.signal == "SIGKILL"
             self._look()
             time.sleep(POLL)
         return was_killed

@@ -15,7 +15,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 WRITERS = ("blocking", "background")
-PHASES = (
-    "before the first file",
-    "files being written",
-    "whole, without its name",
-    "between two renames",
-    "in place",
-)
 SERIES = 10  # kills
 KEEP = 2
 SIZES = (1 << 20, 1 << 18, 4099, 1)  # elements of the weights; of the optimizer's state: the first two
@@ -52,30 +44,6 @@ class SaveError(RuntimeError):
     """The writing process failed; the message says why in one line."""
 
 
-@dataclass(frozen=True)
-class SaveKill:
-    """One kill within a save.
-
-    Attributes:
-        number: of the kill within the series of its seed.
-        writer: one of :data:`WRITERS`.
-        phase: how far the save had come, one of :data:`PHASES`.
-        delay: seconds from the start of the save (or from its manifest on) to the kill.
-        write: the number of the write that was killed.
-        found: the number of the write whose snapshot is the newest good one.
-        fault: what is wrong with that snapshot, in one line.
-    """
-
-    seed: int
-    number: int
-    writer: str
-    phase: str
-    delay: float
-    write: int
-    found: int
-    fault: str | None
-
-
 def draw(seed: int, ranks: int, controller: str) -> int:
     """A series of kills, each by its seed."""
     return seed
@@ -86,8 +54,8 @@ def check(seed: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_saves_") as made:
         test = SaveTest(Path(made, "snapshots"), seed)
         kills = [test.kill(number) for number in range(SERIES)]
-    yield from (f"kill {kill.number}, {kill.phase}: {kill.fault}" for kill in kills if kill.fault)
-    writing = sum(kill.phase in PHASES[:-1] for kill in kills)
+    yield from (f"kill {number}: {fault}" for number, (_, fault) in enumerate(kills) if fault)
+    writing = sum(within for within, _ in kills)
     yield Note(f"seed {seed}: {len(kills)} kills, {writing} of them within a write")
 
 
@@ -168,7 +136,7 @@ class SaveTest:
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True)
-        self._folder, self._seed, self._random = folder, seed, random.Random(seed)
+        self._folder, self._random = folder, random.Random(seed)
         self._server = multiprocessing.get_context("forkserver")
         self._server.set_forkserver_preload(
             ["torch", "hvd_ckpt.snapshots.reader", "hvd_ckpt.snapshots.writer"]
@@ -176,8 +144,10 @@ class SaveTest:
         self._next = 1  # number of a write
         self._returned = 0  # number of the last write that had returned
 
-    def kill(self, number: int) -> SaveKill:
+    def kill(self, number: int) -> tuple[bool, str | None]:
         """Kills a new process within its third to fifth save; how long the save before it took limits the moment.
+
+        Returns whether that save was not in place yet, and what is wrong with the newest good snapshot, in one line.
 
         Raises:
             SaveError: the process failed by itself.
@@ -213,14 +183,7 @@ class SaveTest:
         self._returned = max([self._returned, *times[RETURNED]])
         self._next = write + 1
         fault, newest = self._newest_good(write)
-        phase = (
-            PHASES[4]
-            if newest == write
-            else self._phase(set(os.listdir(self._folder)) - before, step_of(write))
-        )
-        return SaveKill(
-            self._seed, number, writer, phase, delay=delay, write=write, found=newest, fault=fault
-        )
+        return newest != write, fault
 
     def _await_manifest(self, step: int, before: set[str]) -> None:
         """Returns when the manifest of a step has been written; folders that were there ``before`` are of an earlier process."""
@@ -230,14 +193,6 @@ class SaveTest:
                 written = self._folder / name / "manifest.json"
                 if name.startswith(f".step-{step:08d}.tmp-") and written.exists():
                     return
-
-    def _phase(self, new: set[str], step: int) -> str:
-        """How far the write of a step had come that is not in place, from the names that it added to the folder."""
-        if any(name.startswith(f".step-{step:08d}.old-") for name in new):
-            return PHASES[3]
-        folders = [self._folder / name for name in new if name.startswith(f".step-{step:08d}.tmp-")]
-        written = [name for folder in folders for name in os.listdir(folder)]
-        return PHASES[2] if "manifest.json" in written else PHASES[1] if written else PHASES[0]
 
     def _newest_good(self, write: int) -> tuple[str | None, int]:
         """The fault of the newest good snapshot, if any, and the number of its write."""

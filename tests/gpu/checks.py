@@ -95,25 +95,6 @@ def optimizer(job: CheckJob) -> Outcome:
     )
 
 
-def stages(job: CheckJob) -> Outcome:
-    """ZeRO stages 0 to 3 against a CPU reference, each twice for its bits."""
-    training = Training(job)
-    errors, digests = [], []
-    for stage in range(4):
-        state = training.train(shard=stage)
-        errors.append(training.expect_close(state, hc.size(), f"shard={stage}: the weights"))
-        digests.append(digest(state))
-        expect(
-            same_bits(state, training.train(shard=stage)),
-            f"shard={stage}: the same run twice ends in different bits",
-        )
-    same = digests[1:].count(digests[0])
-    text = (
-        f"error up to {max(errors):.0e} of the CPU reference; {same} of stages 1 to 3 in the bits of stage 0"
-    )
-    return Outcome(text, {"errors": errors, "digests": digests})
-
-
 def snapshot(job: CheckJob) -> Outcome:
     """A snapshot that is copied during a backward pass, and a run that resumes from it, bit for bit."""
     training = Training(job, None if job.tiny else {**MEDIUM, "width": 1024, "layers": 12})

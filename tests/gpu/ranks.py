@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from gpu.job import CheckJob, Outcome
 from gpu.training import (
+    SEGMENTS,
     STEPS,
     Training,
     begin,
@@ -89,38 +90,21 @@ def batchnorm(job: CheckJob) -> Outcome:
     return Outcome(f"error {error:.0e} of the whole batch on the CPU", {"error": error})
 
 
-def pipeline(job: CheckJob) -> Outcome:
-    """A pipeline with one stage on each rank against a CPU reference, in each schedule."""
-    training = Training(job, stages=job.size)
-    errors = []
-    for schedule in ("gpipe", "1f1b"):
-        whole = training.start().to(training.device)
-        model = hc.Pipeline(whole, chunks=CHUNKS, schedule=schedule, checkpoint="always")
-        optimizer = distributed(model)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model.accumulate(training.batch(step, 0), training.loss)
-            optimizer.step()
-        own = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
-        errors.append(training.expect_close(own, 1, f"{schedule}: weights"))
-    return Outcome(
-        f"{job.size} stages; error up to {max(errors):.0e} of the CPU reference", {"errors": errors}
-    )
-
-
 def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
-    """Training in so many stages, and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage that
-    applies, each twice for its bits."""
-    tensor = tensor or job.size
+    """Training in so many stages and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage, and in
+    the other schedule, each twice for its bits."""
+    stages, tensor = stages or job.size, tensor or job.size
     training = Training(job, stages=stages, tensor=tensor)
     replicas = hc.size()
 
-    def train(shard: int) -> dict[str, torch.Tensor]:
+    def train(shard: int, schedule: str) -> dict[str, torch.Tensor]:
         model: nn.Module = training.start().to(training.device)
         if tensor > 1:
             model = hc.tensor_parallel(model)
         if stages > 1:
-            model = hc.Pipeline(model, chunks=CHUNKS, schedule="1f1b")
+            model = hc.Pipeline(model, chunks=CHUNKS, schedule=schedule, checkpoint="always")
+        elif tensor == 1:
+            model = hc.CheckpointSequential(model, segments=SEGMENTS)
         optimizer = distributed(model, shard=shard)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -132,15 +116,20 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
         state: dict[str, torch.Tensor] = optimizer.full_model_state_dict(model, all_ranks=True)
         return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
 
-    errors = []
-    for shard in range(4):
-        state = train(shard)
-        errors.append(training.expect_close(state, replicas, f"shard={shard}: the weights"))
+    errors, digests = [], []
+    for shard, schedule in [*((shard, "1f1b") for shard in range(4)), (0, "gpipe")][: 4 + (stages > 1)]:
+        state, how = train(shard, schedule), f"shard={shard}, {schedule}"
+        errors.append(training.expect_close(state, replicas, f"{how}: the weights"))
+        digests.append(digest(state))
         expect(
-            digest(state) == digest(train(shard)), f"shard={shard}: the same run twice ends in different bits"
+            digest(train(shard, schedule)) == digests[-1], f"{how}: the same run twice ends in different bits"
         )
+    same = digests[1:4].count(digests[0])
     text = f"{stages} stages, {tensor} parts, {replicas} replicas: error up to {max(errors):.0e} of the CPU reference"
-    return Outcome(f"{text}; same bits twice", {"errors": errors})
+    return Outcome(
+        f"{text}; same bits twice; {same} of ZeRO stages 1 to 3 in the bits of stage 0",
+        {"errors": errors, "digests": digests},
+    )
 
 
 def overlap(job: CheckJob) -> Outcome:

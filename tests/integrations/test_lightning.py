@@ -155,13 +155,6 @@ class Manual(Regression):
             optimizer.step()
 
 
-class Two(Manual):
-    """Two optimizers."""
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)], []
-
-
 def test_manual_optimization() -> None:
     modules = Manual(closure=True), Manual(closure=False)
     for module in modules:
@@ -423,12 +416,7 @@ def test_what_a_setting_cannot_have_here_is_named() -> None:
     for said, module, given, settings in (
         ("devices=3", Regression(), {}, {"devices": 3}),
         ("num_nodes=2", Regression(), {}, {"num_nodes": 2}),
-        ("budget=", Manual(closure=True), {"budget": "0.5x"}, {}),
-        ("shard='gradients'", Two(closure=False), {"shard": "gradients"}, {}),
-        ("shard='parameters'", Two(closure=False), {"shard": "parameters"}, {}),
         ("budget", Regression(), {"budget": "much"}, {}),
     ):
         with pytest.raises(ValueError, match=said):
             fitted(module, strategy=HorovodStrategy(**given), **settings)
-    with pytest.raises(ValueError, match="replicas=4 cannot be used with HorovodStrategy"):
-        HorovodStrategy(replicas=4)

@@ -335,20 +335,6 @@ def test_settings_that_differ_between_ranks_are_named(folder, setting: str, valu
         decided(folder, **{setting: values[hc.rank()]})
 
 
-def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
-    for setting, extra in (
-        ({"auto_find_batch_size": True}, {}),
-        ({"gradient_checkpointing": True}, {"budget": "0.5x"}),
-        ({"train_sampling_strategy": "sequential"}, {}),
-        ({"enable_jit_checkpoint": True}, {}),
-        ({"load_best_model_at_end": True, **dict.fromkeys(("eval_strategy", "save_strategy"), "steps")},
-         {"shard": "parameters"}),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="cannot be used with") as refused:
-            Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
-        assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)
-
-
 class Noting(Normed):
     """Notes the first column of what it is trained with."""
 

@@ -127,35 +127,6 @@ def test_what_was_saved_by_dropout_itself_fits():
     assert any(compressed is not None and compressed.payload.nbytes == 512 for compressed in saved)
 
 
-def test_through_a_backward_pass_on_autograds_threads():
-    def pack(tensor):
-        compressed = compress(tensor)
-        return (compressed, tensor if compressed is None else None)
-
-    def unpack(packed):
-        compressed, tensor = packed
-        return tensor if compressed is None else compressed.get()
-
-    gradients = []
-    for hooks in (False, True):
-        torch.manual_seed(0)
-        x = torch.randn(32, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
-        weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-        table = torch.randn(50, 4, requires_grad=True)
-
-        def loss(x=x, weight=weight, table=table):
-            features = F.dropout(F.max_pool2d(F.conv2d(x, weight), 2), 0.3).mean((2, 3))
-            return (features * F.embedding(torch.arange(32) % 50, table)).clamp(-0.5, 0.5).square().sum()
-
-        if hooks:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                total = loss()
-        else:
-            total = loss()
-        gradients.append(torch.autograd.grad(total, (x, weight, table)))
-    assert all(same_bits(plain, compressed) for plain, compressed in zip(*gradients))
-
-
 @pytest.mark.parametrize(
     "change",
     [

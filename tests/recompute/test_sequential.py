@@ -14,7 +14,6 @@ from same import assert_same, gradients
 from torch import nn
 
 from hvd_ckpt.recompute import CheckpointSequential, checkpoint_sequential, is_recomputing
-from hvd_ckpt.recompute.sequential import split
 
 VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
@@ -42,21 +41,6 @@ def chain(length: int = 5) -> nn.Sequential:
 
 def recomputed(model: nn.Sequential) -> list[int]:
     return [layer.recomputations for layer in model]
-
-
-@pytest.mark.parametrize(
-    "layers, segments, expected",
-    [
-        (5, 2, [2, 3]),
-        (7, 3, [2, 2, 3]),
-        (4, 4, [1, 1, 1, 1]),
-        (4, 1, [4]),
-        (5, [1, 3, 1], [1, 3, 1]),
-        (3, (1, 2), [1, 2]),
-    ],
-)
-def test_split(layers: int, segments: Any, expected: list[int]) -> None:
-    assert split(layers, segments) == expected
 
 
 @VARIANTS

@@ -36,6 +36,11 @@ def distributed(model: nn.Module, bare: torch.optim.Optimizer, **options: Any) -
     return distribute(bare, named_parameters=model.named_parameters(), model=model, **options)
 
 
+def made(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, Any]:
+    model = chain()
+    return model, distributed(model, kind(model.parameters(), lr=0.1), **options)
+
+
 def saved(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
     with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True, **more) as snapshots:
         snapshots.resume()
@@ -57,19 +62,16 @@ def resume(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
     ],
 )
 def test_another_optimizer_is_refused(folder: Path, then: Any, now: Any, shard: int) -> None:
-    model = chain()
-    optimizer = distributed(model, then(model.parameters(), lr=0.01), shard=shard)
+    model, optimizer = made(then, shard=shard)
     step(model, optimizer, 0)
     saved(folder, model, optimizer)
-    other = chain()
-    wrong = distributed(other, now(other.parameters(), lr=0.01), shard=shard)
-    on_all(SnapshotError, f"{then.__name__}.*{now.__name__}", lambda: resume(folder, other, wrong))
+    says = f"{then.__name__}.*{now.__name__}"
+    on_all(SnapshotError, says, lambda: resume(folder, *made(now, shard=shard)))
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2, 3])
 def test_a_save_between_backward_and_step_warns(folder: Path, shard: int) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+    model, optimizer = made(shard=shard)
     model(batch(0, hc.rank())).square().mean().backward()
     with pytest.warns(UserWarning, match=r"step 1 lacks the gradients .* save after step\(\)"):
         saved(folder, model, optimizer)
@@ -112,19 +114,6 @@ def test_extra_state_that_files_do_not_hold_is_refused(folder: Path) -> None:
     on_all(TypeError, says, lambda: saved(folder, model, optimizer))
 
 
-def test_another_scheduler_is_refused(folder: Path) -> None:
-    schedulers = torch.optim.lr_scheduler
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    saved(folder, model, optimizer, scheduler=schedulers.ExponentialLR(optimizer, 0.5))
-    wrong = schedulers.CosineAnnealingLR(optimizer, 10)
-    on_all(
-        SnapshotError,
-        "ExponentialLR.*CosineAnnealingLR",
-        lambda: resume(folder, model, optimizer, scheduler=wrong),
-    )
-
-
 class Feed:
     """Has a state that it is given."""
 
@@ -150,8 +139,7 @@ class Feed:
 def test_state_that_no_run_could_resume_from_is_refused_when_saved(
     folder: Path, name: str, value: Any, says: str
 ) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     says = f"step 1 was not written, since it could not be resumed from: .*{says}"
     on_all(SnapshotError, says, lambda: saved(folder, model, optimizer, **{name: value}))
     assert not list(folder.rglob("manifest.json"))
@@ -167,8 +155,7 @@ class Broken(Feed):
 
 
 def test_what_one_rank_does_in_a_save_is_an_error_on_all_ranks(folder: Path) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
         says = rf"different collective calls: .*save\(1\).*save\({hc.size()}\)"
         on_all(RuntimeError, says, lambda: snapshots.save(1 + hc.rank()))
@@ -180,8 +167,7 @@ def test_what_one_rank_does_in_a_save_is_an_error_on_all_ranks(folder: Path) -> 
 
 
 def test_a_loss_with_its_graph_is_saved_as_a_number(folder: Path) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
         loss = model(batch(0, 0)).square().mean()
         snapshots.save(1, best=loss)
@@ -203,16 +189,29 @@ def test_a_first_save_exchanges_once(folder: Path, monkeypatch: pytest.MonkeyPat
         assert len(calls) == 1
 
 
-@pytest.mark.parametrize("of_all", [False, True])
-def test_another_kind_of_loader_is_refused(folder: Path, of_all: bool) -> None:
-    """Its position would be lost, and samples be read twice."""
-    sampler = hc.data.DistributedSampler(torch.zeros(40), 2)
-    loaders = [Feed({"at": hc.rank()}), sampler]
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    saved(folder, model, optimizer, loader=loaders[not of_all])
-    says = f"position of another kind of loader than a {type(loaders[of_all]).__name__}"
-    on_all(SnapshotError, says, lambda: resume(folder, model, optimizer, loader=loaders[of_all]))
+Part = Callable[[Any], Any]  # of an optimizer
+PARTS: dict[str, tuple[str, Part]] = {
+    "exponential": ("scheduler", lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)),
+    "cosine": ("scheduler", lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)),
+    "of each rank": ("loader", lambda optimizer: Feed({"at": hc.rank()})),
+    "of all": ("loader", lambda optimizer: hc.data.DistributedSampler(torch.zeros(40), 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "says"),
+    [
+        ("exponential", "cosine", "ExponentialLR.*CosineAnnealingLR"),
+        # Its position would be lost, and samples be read twice.
+        ("of each rank", "of all", "position of another kind of loader than a DistributedSampler"),
+        ("of all", "of each rank", "position of another kind of loader than a Feed"),
+    ],
+)
+def test_another_part_is_refused(folder: Path, there: str, here: str, says: str) -> None:
+    model, optimizer = made()
+    parts = [{name: make(optimizer)} for name, make in (PARTS[there], PARTS[here])]
+    saved(folder, model, optimizer, **parts[0])
+    on_all(SnapshotError, says, lambda: resume(folder, model, optimizer, **parts[1]))
 
 
 def test_a_disabled_scaler_resumes(folder: Path) -> None:
@@ -268,8 +267,7 @@ def test_a_parameter_without_elements_is_no_obstacle(folder: Path, shard: int) -
 
 def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
     """The next resume() would load the older snapshot of the larger step, and all that came after it would be lost."""
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     for steps in ((4, 8), (8, 9)):
         with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
             resumed = snapshots.resume()
@@ -281,8 +279,7 @@ def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -
 
 
 def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder: Path) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     saved(folder, model, optimizer)
     if hc.rank() == 0:
         next(folder.rglob("replicated.pt")).write_bytes(b"")
@@ -292,26 +289,19 @@ def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "make"),
     [
-        ("keep", 5),
-        ("blocking", True),
-        ("scheduler", None),
-        ("scaler", None),
-        ("folder", None),
+        ("keep", lambda folder, optimizer: 5),
+        ("blocking", lambda folder, optimizer: True),
+        ("scheduler", lambda folder, optimizer: PARTS["exponential"][1](optimizer)),
+        ("scaler", lambda folder, optimizer: hc.GradScaler("cpu")),
+        ("folder", lambda folder, optimizer: folder / "other"),
     ],
 )
-def test_an_argument_on_one_rank(folder: Path, name: str, value: Any) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if name == "scheduler":
-        value = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    elif name == "scaler":
-        value = hc.GradScaler("cpu")
-    elif name == "folder":
-        value = folder / "other"
+def test_an_argument_on_one_rank(folder: Path, name: str, make: Any) -> None:
+    model, optimizer = made()
     given: dict[str, Any] = {"folder": folder, "model": model, "optimizer": optimizer}
-    given |= {name: value} if hc.rank() == 1 else {}
+    given |= {name: make(folder, optimizer)} if hc.rank() == 1 else {}
     on_all(ValueError, f"Snapshots: {name} differs between ranks", lambda: hc.Snapshots(**given))
 
 
@@ -319,8 +309,7 @@ def test_an_argument_on_one_rank(folder: Path, name: str, value: Any) -> None:
     ("name", "value"), [("scaler", "x"), ("average", 1), ("model", None), ("keep", "3"), ("loader", 1)]
 )
 def test_a_wrong_argument_is_named_on_all_ranks(folder: Path, name: str, value: Any) -> None:
-    model = chain()
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made()
     given: dict[str, Any] = {"folder": folder, "model": model, "optimizer": optimizer, name: value}
     on_all(TypeError, f"Snapshots: {name} is a {type(value).__name__}", lambda: hc.Snapshots(**given))
 

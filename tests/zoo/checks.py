@@ -13,7 +13,6 @@ from quick_planner import quick_planner
 from small import model_types
 from subjects import Untrainable, subject_of
 from table import LEFT_OUT, RIGHT
-from vision import load, vision_names
 
 CAUSAL = (
     "bart", "bert", "bloom", "codegen", "ctrl", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2",
@@ -33,11 +32,10 @@ class Architecture(NamedTuple):
 
 def draw(seed: int | str, ranks: int, of: Any) -> Architecture:
     """The architecture of a number or a name, in each way; heads in chunks are those of language models."""
-    load()
     import transformers
 
     transformers.logging.set_verbosity_error()
-    names = [*model_types(), *(f"{kind}:causal_lm" for kind in CAUSAL), *vision_names()]
+    names = [*model_types(), *(f"{kind}:causal_lm" for kind in CAUSAL)]
     name = seed if isinstance(seed, str) else names[seed % len(names)]
     has_head = ":causal_lm" in name or ":masked_lm" in name
     return Architecture(name, tuple(mode for mode in MODES if mode != "chunks" or has_head))

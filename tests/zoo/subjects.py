@@ -1,4 +1,4 @@
-"""The architectures: transformers by model type (``gpt2``, ``gpt2:causal_lm``), ``timm:NAME`` and ``torchvision:NAME``."""
+"""The architectures of transformers by model type: ``gpt2``, ``gpt2:causal_lm``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ def subject_of(name: str) -> Subject:
     Raises:
         Untrainable: there is none.
     """
-    if name.startswith(("timm:", "torchvision:")):
-        from vision import vision_subject
-
-        return vision_subject(name)
     reasons = []
     try:
         config_class, kind = model_class(name)

@@ -1,4 +1,5 @@
-"""The Trainer of transformers in jobs of torchrun, whose variables Accelerate reads, too."""
+"""Errors of one rank under Lightning end all ranks, and are shown; the Trainer of transformers in jobs of torchrun, whose variables
+Accelerate reads, too."""
 
 from __future__ import annotations
 
@@ -8,14 +9,40 @@ import sys
 from pathlib import Path
 
 import pytest
+from controllers import run_ranks
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-pytest.importorskip(
-    "accelerate", reason="accelerate is not installed: pip install -r install/requirements-tests.txt"
-)
+for package in ("lightning", "accelerate"):
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: pip install -r install/requirements-tests.txt"
+    )
 pytestmark = pytest.mark.launch
 
-SCRIPT = """
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "lightning_errors.py"
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        *(
+            (place, "ValueError: a bad sample")
+            for place in ("step", "validation", "callback", "saving", "worker")
+        ),
+        ("interrupt", "ended by KeyboardInterrupt"),
+        ("signal", "ended by SIGTERMException"),
+        ("exit", "ended by SystemExit"),
+    ],
+)
+def test_an_error_of_one_rank_ends_all(tmp_path: Path, where: str, says: str) -> None:
+    status, output = run_ranks(2, SCRIPT, where, str(tmp_path), controller="gloo")
+    assert status != 0
+    assert says in output, output
+    assert "rank 0 on host" in output  # which says why it ends
+    assert "A checkpoint needs all ranks" in output
+    assert not (tmp_path / "on_exception.ckpt").exists() and not (tmp_path / "own.ckpt").exists()
+
+
+SPLIT = """
 import sys, torch, transformers, hvd_ckpt as hc
 from hvd_ckpt.app.integrations.transformers import Trainer
 
@@ -44,7 +71,7 @@ assert seen == list(range(16)), seen
 
 
 def test_torchrun_splits_the_samples_once(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SPLIT)
     port = ["--master-port", str(get_free_port())]
     job = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *port, "train.py", str(tmp_path)],
