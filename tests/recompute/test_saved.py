@@ -11,13 +11,6 @@ from hypothesis import given, settings, strategies as st
 
 from hvd_ckpt.recompute.saved import compress
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-    ),
-]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -102,17 +95,6 @@ def test_odd_values_are_kept_bit_for_bit():
         torch.float32
     )  # a nan that says something
     check(payload, bits(payload))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_dropout_mask_on_its_device(dtype, device):
-    noise = F.dropout(torch.ones(1000, 77, dtype=dtype, device=device), 0.1)
-    check(noise, bits(noise))
-    check(noise != 0, bits(noise))
-    check(torch.full((999,), 0.0, dtype=dtype, device=device), bits(torch.empty(999)))
-    noise[500, 3] = 7.0
-    check(noise, None)
 
 
 def test_what_was_saved_by_dropout_itself_fits():

@@ -58,12 +58,6 @@ def test_a_second_process_is_refused_until_the_first_has_died(owner: Any, tmp_pa
     assert not os.listdir(tmp_path)
 
 
-def test_a_signal_that_ends_the_owner_frees_the_folder(owner: Any, tmp_path: Path) -> None:
-    owner.send_signal(signal.SIGTERM)
-    owner.wait()
-    FolderLock(tmp_path).release()
-
-
 def test_another_process_with_the_owners_number_is_not_the_owner(tmp_path: Path) -> None:
     held = FolderLock(tmp_path)
     rewrite(tmp_path, started=1.0, token="0")

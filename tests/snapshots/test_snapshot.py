@@ -25,10 +25,9 @@ import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from safetensors.torch import load_file
 from same import same
 from snapshot_files import file_size_limit, found_in, read_snapshot, sign, write
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -129,22 +128,6 @@ def test_state_that_files_do_not_hold_is_named(tmp_path: Path, state: dict[str, 
     with pytest.raises(SnapshotError, match=f"step 2 was not written to '{tmp_path}': rank 0: .*{says}"):
         write(tmp_path, 2, **state)
     assert list(tmp_path.iterdir()) == [before]
-
-
-def test_weights_load_in_other_tools_and_tied_ones_stay_tied(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False), nn.Linear(4, 7))
-    model[2].weight = model[0].weight
-    model.register_buffer("rows", model[3].weight.detach()[:3])
-    path = write(tmp_path, 120, weights=model.state_dict())
-    assert path.name == "step-00000120"
-    stored = load_file(path / "rank-00000.safetensors")
-    assert {f"weights/{name}" for name in model.state_dict()} - set(stored) == {"weights/2.weight"}
-    for name, values in stored.items():
-        assert torch.equal(values, model.state_dict()[name.removeprefix("weights/")].flatten())
-    found = read_snapshot(path)
-    assert found.manifest.aliases == {"2.weight": "0.weight"}
-    assert found.weights["2.weight"] is found.weights["0.weight"]
-    assert same(dict(sorted(found.weights.items())), dict(sorted(model.state_dict().items())))
 
 
 # -------------------------------------------------------------------------------------------- damage
@@ -259,10 +242,6 @@ def test_manifest_values_are_checked(folder: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(manifest))
         sign(path, **changes)
         with pytest.raises(SnapshotError, match=f"manifest.json: .*{says}"):
-            read_snapshot(path)
-    for content in (b"[" * 10**5, b"[" * 300 + b"]" * 300, b"1e999", b"9" * 10**4, b"NaN", b'{"a":1,"a":2}'):
-        (path / "manifest.json").write_bytes(content)
-        with pytest.raises(SnapshotError, match=r"manifest.json: "):
             read_snapshot(path)
 
 

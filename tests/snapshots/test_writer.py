@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,36 +243,6 @@ def test_training_continues_with_one_warning(tmp_path: Path, trouble: Any, own: 
         assert names(folder) == ["step-00000001"] and found_in(folder) == before
         assert job.write(2) == found_in(folder) == folder / "step-00000002"
         assert job.writers[0].failed is None and len(job.told) == 1
-
-
-def test_on_a_short_disk_the_newest_snapshot_stays_and_the_last_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = content.save_state
-
-    def full(path: Path, state: Any) -> Any:
-        if len(list(tmp_path.glob("step-*"))) > 1:
-            raise OSError(28, os.strerror(28), str(path))
-        return save(path, state)
-
-    with Job(tmp_path) as job:
-        for step in (1, 2):
-            job.write(step)
-        with monkeypatch.context() as patch:
-            patch.setattr(content, "save_state", full)
-            patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-            assert job.write(3) is None
-            assert names(tmp_path) == ["step-00000002"] and job.writers[0].made_room
-            (told,) = job.told
-            assert re.search(
-                r"step 3 was .*No space left.*: make room for [\d,]{5,} bytes more\. .* newest snapshot stays",
-                told,
-            )
-            for one in job.writers:
-                one.again()
-            path, *_ = [one.wait() for one in job.writers]
-        assert path is not None and read_snapshot(path).replicated == {"step": 3} and len(job.told) == 1
-        assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 def test_weights_that_changed_while_they_were_copied_are_not_written_again(

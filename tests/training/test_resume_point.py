@@ -1,4 +1,4 @@
-"""A commit of an elastic run stays as it was taken, and is the same on every rank after a change."""
+"""A commit of an elastic run stays as it was taken. After a change of ranks: test_elastic.py, tests/faults."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 from same import same
 from snapshot_files import state_of
 
-import hvd_ckpt as hc
 from hvd_ckpt.app.training.elastic import RunState
-from hvd_ckpt.app.training.resume import ResumePoint
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -39,29 +37,6 @@ def trainer(rank: int, values: dict[str, Any]) -> Any:
     return SimpleNamespace(
         folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved, snapshots=snapshots
     )
-
-
-def test_every_rank_resumes_from_the_commit_of_rank_0() -> None:
-    rank = hc.rank()
-    run = RunState()
-    run.sync()
-    assert run.point is None
-    run.start(ResumePoint(Path(f"/run-{rank}"), Path(f"/run-{rank}/start")))
-    run.sync()
-    assert run.point == ResumePoint(Path("/run-0"), Path("/run-0/start"))
-    if rank == 0:  # the others are new
-        run.follow(trainer(rank, state(rank)))
-    else:
-        run = RunState()
-    run.sync()
-    assert run.point is not None and run.point.folder == Path("/run-0")
-    made = run.point.snapshot
-    assert made is not None and (made.manifest.step, made.manifest.ranks, made.per_rank) == (
-        0,
-        hc.size(),
-        None,
-    )
-    assert same({"weights": made.weights, "replicated": made.replicated}, state(0))
 
 
 def test_a_commit_stays_as_it_was_taken() -> None:
