@@ -1,10 +1,12 @@
-"""``hvd-ckpt train --pipeline``: the bits of a run without, resumed in any number of stages, and errors that end all stages."""
+"""``hvd-ckpt train --pipeline`` and ``--replicas``: the bits of one process, resumed in any number of stages and on any number of
+ranks, and errors that end all stages."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,9 @@ from snapshot_files import read_snapshot
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.snapshots.export import export
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faults.checks import differences
 
 pytestmark = pytest.mark.launch
 
@@ -50,15 +55,22 @@ MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the
     ),
 }  # fmt: skip
 RESUMED = ("gpt-tiny", "resnet-20")
+COMMON = [f"--steps={STEPS}", "--eval-batches=1", "--keep-snapshots=9"]
+STAGED = [*COMMON, "--batch=6", "--accumulate=3"]
+SMALL = ["--sequence-length=16", "--model-option=width=16", "--model-option=heads=2", "--batch=2"]
+REPLICATED = {
+    "gpt-tiny": [*SMALL, "--clip=0.5", "--model-option=dropout=0.1", "--segments=2,reentrant=true", "--precision=fp16"],
+    "bert-tiny": [*SMALL, "--budget=min", "--shard=gradients", "--accumulate=2", "--ema=0.9"],
+    "resnet-20": ["--pixels=8", "--batch=4", "--batch-norm=deferred", "--accumulate=2", "--optimizer=sgd"],
+}  # fmt: skip
+REPLICAS = [*COMMON, "--replicas=4", f"--snapshot-every={STOPPED}", "--log-every=1", "--eval-every=2"]
 Run = dict[str, Any]
 
 
-def run_of(folder: Path, job: str, name: str, *own: str) -> Run:
+def run_of(folder: Path, job: str, name: str, *settings: str) -> Run:
     """A run of a job that trains the model of this name."""
-    text = [f"--data=text:{folder / 'text.txt'}"] if "--sequence-length" in "".join(MODELS[name][0]) else []
-    common = [f"--steps={STEPS}", "--batch=6", "--accumulate=3", "--eval-batches=1", "--keep-snapshots=9"]
-    output = f"--output={folder / job / name}"
-    return {"arguments": [f"--model={name}", *text, *common, *MODELS[name][0], *own, output]}
+    text = [f"--data=text:{folder / 'text.txt'}"] if "--sequence-length" in "".join(settings) else []
+    return {"arguments": [f"--model={name}", *text, *settings, f"--output={folder / job / name}"]}
 
 
 def resumed(
@@ -113,13 +125,17 @@ def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
 
 def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None:
     """With the same log; and a run goes on in another number of stages as if it had always been there."""
-    whole = [run_of(tmp_path, "whole", name) for name in MODELS]
-    staged = [run_of(tmp_path, "staged", name, "--pipeline=2", *own) for name, (_, own) in MODELS.items()]
+    whole = [run_of(tmp_path, "whole", name, *STAGED, *settings) for name, (settings, _) in MODELS.items()]
+    staged = [
+        run_of(tmp_path, "staged", name, *STAGED, *settings, "--pipeline=2", *own)
+        for name, (settings, own) in MODELS.items()
+    ]
     for name in RESUMED:
         whole.append(resumed(tmp_path, "whole", "staged", name, "--pipeline=1", "--checkpoint=always"))
         staged.append(resumed(tmp_path, "staged", "whole", name, "--pipeline=2"))
     many = ["--pipeline=2,schedule=interleaved,virtual_stages=99"]
-    staged.append({**run_of(tmp_path, "refused", "lstm-small", *many), "refused": "blocks"})
+    lstm = [*STAGED, *MODELS["lstm-small"][0]]
+    staged.append({**run_of(tmp_path, "refused", "lstm-small", *lstm, *many), "refused": "blocks"})
     run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
     for name in MODELS:
         one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
@@ -141,9 +157,27 @@ def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None
 def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:
     """Over Gloo, and on the last stage: parallel/pipeline/test_parallel_launch.py."""
     controller = "mpi" if probe("mpi").works else "gloo"
-    runs = [{**run_of(tmp_path, "failing", "lstm-small", "--pipeline=2"), "raise_on": 0}]
+    lstm = [*STAGED, *MODELS["lstm-small"][0], "--pipeline=2"]
+    runs = [{**run_of(tmp_path, "failing", "lstm-small", *lstm), "raise_on": 0}]
     file = write_inputs(tmp_path, "failing", runs)
     status, output = run_ranks(2, SCRIPT, "2", str(file), controller=controller)
     assert status not in (0, 2), output
     assert len(re.findall(r"]<stderr>:Traceback", output)) == 1, output  # the launcher may show its own
     assert re.search(r"]<stderr>:Traceback(.*\n)*?.*ArithmeticError: a stage raises", output), output
+
+
+def test_replicas_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """And in the middle of a run of another number."""
+    one, four = (
+        [run_of(tmp_path, job, name, *REPLICAS, *settings) for name, settings in REPLICATED.items()]
+        for job in ("one", "four")
+    )
+    four += [resumed(tmp_path, "four", "one", name) for name in REPLICATED]
+    run_jobs(tmp_path, {"one": (1, 1, one), "four": (4, 1, four)})
+    for name in REPLICATED:
+        alone, shared = tmp_path / "one" / name, tmp_path / "four" / name
+        # A plan has measured seconds; the two recompute different calls, and come to the same.
+        assert [name for name in differences(shared, alone, STEPS, None) if name != "plan"] == []
+        # Its log has the steps from the middle on.
+        found = differences(Path(f"{shared}-resumed"), alone, STEPS, None)
+        assert [name for name in found if name != "plan"] == ["the steps in the log"]
