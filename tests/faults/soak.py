@@ -1,8 +1,8 @@
 """The soak: a long run with a snapshot every 20 steps, whose processes must not grow.
 
 Every few seconds psutil reads each process's resident memory, the part that no other process shares, open descriptors and threads.
-The first fifth of the time is left out. Memory is summed up by a line through its samples; descriptors and threads, which rise and
-fall with every snapshot, by their medians in the first and in the last quarter.
+The first fifth of the time is left out, and each is summed up by its medians in the first and in the last quarter of the rest:
+descriptors and threads rise and fall with every snapshot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MINUTES = 30.0
 INTERVAL, SAMPLES = 5.0, 60  # seconds between samples, less if there would be fewer samples than these
 START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
-FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
+FLAT = 0.01  # growth of memory, as a part of it
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
 
 
@@ -100,21 +100,9 @@ def _grown(job: TrainJob, seconds: float) -> Iterator[str]:
         yield "no process ran from the first sample to the last"
     for process in stayed:
         for measure, values in zip(MEASURES, zip(*samples[process])):
-            text, flat = _growth(measure, times, values)
-            yield Note(f"{names[process]}, {text}") if flat else f"{names[process]}, {text}, not flat"
-
-
-def _growth(measure: str, times: list[float], values: tuple[float, ...]) -> tuple[str, bool]:
-    """The medians of the first and of the last quarter, and the slope of a line through the values (least squares); whether
-    descriptors or threads are no more at the end, or memory has risen by less than 1 % of its mean."""
-    start = times[0] + LEFT_OUT * (times[-1] - times[0])
-    later = [value for time, value in zip(times, values) if time >= start]
-    slope = statistics.linear_regression(times[-len(later) :], later).slope
-    quarter = max(len(later) // 4, 1)
-    first, last = statistics.median(later[:quarter]), statistics.median(later[-quarter:])
-    more = (
-        slope * (times[-1] - start) >= FLAT * statistics.fmean(later)
-        if measure.endswith("MiB")
-        else last > first
-    )
-    return f"{measure}: {first:.1f} to {last:.1f}, {3600 * slope:+.2f} per hour", not more
+            later = values[int(LEFT_OUT * len(values)) :]
+            quarter = max(len(later) // 4, 1)
+            first, last = statistics.median(later[:quarter]), statistics.median(later[-quarter:])
+            text = f"{names[process]}, {measure}: {first:.1f} to {last:.1f}"
+            allowed = first * (1 + FLAT) if measure.endswith("MiB") else first
+            yield Note(text) if last <= allowed else f"{text}, not flat"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from same import assert_same
-from selective import drop_all, held
+from selective import drop_all
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.policy import (
@@ -22,7 +22,6 @@ from hvd_ckpt.planning.policy import (
     base_class,
     remove_policy,
 )
-from hvd_ckpt.recompute.tape import Policy
 
 
 class Block(nn.Module):
@@ -99,15 +98,6 @@ def test_copies_have_the_policy_too(copied: Callable[[nn.Module], Any]) -> None:
     assert_same(expected, train(chain, x))
 
 
-def test_a_policy_saves_memory_and_can_be_changed() -> None:
-    block, x = Block(), torch.randn(512, 8)
-    everything = held(block, x)
-    apply_policy(block, dropping(block, x))
-    assert held(block, x) < everything / 2
-    apply_policy(block, CheckpointPolicy("other", Policy((), frozenset())))
-    assert held(block, x) == everything and base_class(block) is Block
-
-
 def test_compiled_module_is_recomputed_as_a_whole() -> None:
     torch.manual_seed(0)
     block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
@@ -115,37 +105,3 @@ def test_compiled_module_is_recomputed_as_a_whole() -> None:
     block.compile(backend="eager")
     apply_policy(block, CheckpointPolicy("recompute", recompute=True))
     assert_same(expected, train(block, x))
-
-
-CHAINS: dict[str, list[Any]] = {
-    "span": [(("1", "2"), "drop")],
-    "segment": [[(("0",), "keep"), (("1", "2"), "drop")]],
-    "nested": [(("0",), "drop"), [(("1",), "drop"), [(("2",), "keep"), (("3",), "drop")], (("4",), "keep")]],
-    "nested deeper": [[[[(("0",), "drop")], (("1", "2"), "keep")], (("3",), "drop")], (("4",), "drop")],
-    "two segments": [[(("0",), "keep"), (("1",), "keep")], [(("2",), "drop"), (("3",), "drop")]],
-}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_chains_with_spans_and_segments_are_bitwise_equal(name: str) -> None:
-    torch.manual_seed(0)
-    chain = nn.Sequential(*(Block() for _ in range(3)), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    x = torch.randn(4, 8)
-    plain = copy.deepcopy(chain)
-
-    def with_policies(item: Any) -> Any:
-        if isinstance(item, list):
-            return [with_policies(inner) for inner in item]
-        names, kind = item
-        return names, KEEP if kind == "keep" else dropping(nn.Sequential(*map(chain.get_submodule, names)), x)
-
-    items = [with_policies(item) for item in CHAINS[name]]
-    calls: list[int] = []
-    chain[1].register_forward_hook(lambda *_: calls.append(1))
-    apply_to_chain(chain, items)
-    for _ in range(2):
-        assert_same(train(plain, x), train(chain, x))
-        assert_same(list(plain.buffers()), list(chain.buffers()))
-    assert len(chain) == 5 and list(chain.state_dict()) == list(plain.state_dict())
-    if name == "span":
-        assert len(calls) == 2
