@@ -50,6 +50,7 @@ def recomputed(model: nn.Sequential) -> list[int]:
     [
         (2, True, [1, 1, 0, 0, 0]),
         (2, False, [1, 1, 1, 1, 1]),
+        (3, True, [1, 1, 0, 0, 0]),
         ([1, 3, 1], True, [1, 1, 1, 1, 0]),
         (1, True, [0, 0, 0, 0, 0]),
         (1, False, [1, 1, 1, 1, 1]),

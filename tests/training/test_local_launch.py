@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --local`` and a rank that is killed within a period: with ``--resume``, and in an elastic job."""
+"""``hvd-ckpt train --local`` in an elastic job, where a rank is killed within a period; resumed: test_local_training.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from controllers import HOROVODRUN, probe, run_ranks
+from controllers import HOROVODRUN, run_ranks
 from same import assert_same
 from snapshot_files import read_snapshot
-
-from hvd_ckpt.snapshots.reader import Snapshot
 
 pytestmark = pytest.mark.launch
 
@@ -46,38 +44,8 @@ def loss(output, targets):
     return functional.cross_entropy(output, targets)
 """
 SETTINGS = ["--model=mine:make", "--data=mine:samples", "--loss=mine:loss", "--batch=4"]
-SETTINGS += ["--local=5,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3,wire=int8", f"--steps={STEPS}"]
-SETTINGS += ["--snapshot-every=3"]
-
-
-def test_a_rank_that_is_killed_within_a_period_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does the controller: the undisturbed run is one over MPI, where that works."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(MODULE)
-    controller = "mpi" if probe("mpi").works else "gloo"
-    status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=undisturbed", controller=controller)
-    assert status == 0, output
-    Path("kill").touch()
-    status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=run")
-    assert status != 0 and not Path("kill").exists()
-    status, output = run_ranks(2, PROGRAM, "train", "--resume=run")
-    assert status == 0 and "resumes after step " in output, output
-    for rank in range(2):
-        ends: list[Snapshot] = [
-            read_snapshot(Path(run, "snapshots", f"step-{STEPS:08d}"), rank) for run in ("undisturbed", "run")
-        ]
-        assert ends[0].replicated["mid_period"]
-        for name in ("local", "optimizer"):
-            assert_same(ends[0].per_rank[name], ends[1].per_rank[name], place=name)
-        assert_same_tensors(ends)
-
-
-def assert_same_tensors(ends: list[Snapshot]) -> None:
-    """Those of all ranks: weights, buffers, and state of the optimizer."""
-    for kind in {name.partition("/")[0] for name in ends[0].manifest.tensors}:
-        assert_same(*(end.whole_tensors(kind) for end in ends), place=kind)
+SETTINGS += ["--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8", "--schedule=constant", f"--steps={STEPS}"]
+SETTINGS += ["--blocking-snapshots", "--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
 
 
 def test_an_elastic_job_goes_on_from_the_last_average(
@@ -89,12 +57,9 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     script = tmp_path / "discover.sh"
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
     script.chmod(0o755)
-    settings = [one for one in SETTINGS if "local" not in one and "every" not in one]
-    settings += ["--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8", "--schedule=constant"]
-    settings += ["--blocking-snapshots", "--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
     launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
     job = subprocess.run(
-        [*launcher, "--host-discovery-script", script, PROGRAM, "train", *settings, "--output=run"],
+        [*launcher, "--host-discovery-script", script, PROGRAM, "train", *SETTINGS, "--output=run"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -110,5 +75,6 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     status, output = run_ranks(1, PROGRAM, "train", "--resume=again")
     assert status == 0, output
     ends = [read_snapshot(Path(run, "snapshots", f"step-{STEPS:08d}"), 0) for run in ("run", "again")]
-    assert_same_tensors(ends)
+    for kind in {name.partition("/")[0] for name in ends[0].manifest.tensors}:
+        assert_same(*(end.whole_tensors(kind) for end in ends), place=kind)
     assert ends[0].replicated["progress"]["position"] == 4 * (2 * 5 + STEPS - 5)
