@@ -43,35 +43,24 @@ def operations(job: CheckJob) -> Outcome:
     lengths = (1, 1000, 1000 if job.tiny else 1 << 22)
     # The sum of 1, 2, ..., size, since each rank brings its number plus one.
     total = size * (size + 1) // 2
-    for dtype in dtypes:
-        for length in lengths:
-            make = functools.partial(torch.full, dtype=dtype, device=device)
-            mine, each = (
-                make((size * length,), rank + 1),
-                [make((length,), other + 1) for other in range(size)],
-            )
-            tries: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
-                "allreduce": (
-                    functools.partial(hc.allreduce, mine, op=hc.Sum),
-                    make((size * length,), total),
-                ),
-                "allgather": (functools.partial(hc.allgather, mine[:length]), torch.cat(each)),
-                "broadcast": (functools.partial(hc.broadcast, mine, size - 1), make((size * length,), size)),
-                "reducescatter": (
-                    functools.partial(hc.reducescatter, mine, op=hc.Sum),
-                    make((length,), total),
-                ),
-                "alltoall": (functools.partial(hc.alltoall, mine), torch.cat(each)),
-            }
-            for name, (operation, expected) in tries.items():
-                result = operation(name=f"{name}.{dtype}.{length}")
-                wrong = int((result != expected).sum()) if result.shape == expected.shape else -1
-                kind = f"{name} of {length} elements of {dtype}"
-                expect(
-                    wrong >= 0,
-                    f"{kind}: the result has shape {tuple(result.shape)}, not {tuple(expected.shape)}",
-                )
-                expect(wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong")
+    for dtype, length in itertools.product(dtypes, lengths):
+        full = functools.partial(torch.full, dtype=dtype, device=device)
+        mine, each = full((size * length,), rank + 1), [full((length,), other + 1) for other in range(size)]
+        table: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = {
+            "allreduce": (hc.allreduce, (mine,), full((size * length,), total)),
+            "allgather": (hc.allgather, (mine[:length],), torch.cat(each)),
+            "broadcast": (hc.broadcast, (mine, size - 1), full((size * length,), size)),
+            "reducescatter": (hc.reducescatter, (mine,), full((length,), total)),
+            "alltoall": (hc.alltoall, (mine,), torch.cat(each)),
+        }
+        for name, (operation, arguments, expected) in table.items():
+            how = {"op": hc.Sum} if "reduce" in name else {}
+            result = operation(*arguments, name=f"{name}.{dtype}.{length}", **how)
+            shapes = f"the result has shape {tuple(result.shape)}, not {tuple(expected.shape)}"
+            kind = f"{name} of {length} elements of {dtype}"
+            expect(result.shape == expected.shape, f"{kind}: {shapes}")
+            wrong = int((result != expected).sum())
+            expect(wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong")
     return Outcome(f"5 operations, {len(dtypes)} dtypes, up to {lengths[-1]} elements: right values")
 
 

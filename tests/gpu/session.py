@@ -22,8 +22,9 @@ from hvd_ckpt.processes.devices import LINK_VARIABLE
 LEAST_SECONDS = 5.0  # a check is not started with less
 MULTI_RANK = (2, 30)
 """The first NCCL that takes several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1."""
+NEWER = ".".join(map(str, MULTI_RANK))
 STAGED = (
-    f"several ranks on one GPU need NCCL {MULTI_RANK[0]}.{MULTI_RANK[1]} (PyTorch's package nvidia-nccl), or a Horovod that stages "
+    f"several ranks on one GPU need NCCL {NEWER} (PyTorch's package nvidia-nccl), or a Horovod that stages "
     f"through the host: {machine.BUILD_STAGED}"
 )
 
@@ -107,7 +108,7 @@ class Session:
         if self.device == "cuda":
             cuda = str(self.builds.torch["cuda_built"]).partition(".")[0]
             if self.gpus == 1 and self.offline is None and machine.nccl_version() < MULTI_RANK:
-                newer = f"nvidia-nccl-cu{cuda}>={MULTI_RANK[0]}.{MULTI_RANK[1]}"
+                newer = f"nvidia-nccl-cu{cuda}>={NEWER}"
                 words = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", newer]
                 try:
                     run_command([sys.executable, *words], self.log("nccl"), rank_environment(), seconds)
@@ -171,26 +172,19 @@ class Session:
     def need(self, *needs: str, ranks: int = 1) -> None:
         """Skips the test where one of these is missing: ``horovod``, ``GPU``, ``ranks`` (so many), ``NCCL`` (over them)."""
         horovod: dict[str, Any] = self.builds.horovod
-        if "error" in self.builds.torch:
-            pytest.skip("PyTorch does not load")
-        if "error" in horovod:
-            pytest.skip("Horovod does not load")
-        if self.device == "cuda" and not horovod["cuda"]:
-            pytest.skip("Horovod is built without CUDA")
-        if self.device == "cuda" and not self.gpus:
-            pytest.skip("PyTorch finds no GPU")
-        if "GPU" in needs and self.device == "cpu":
-            pytest.skip("it needs a GPU")
-        if (
-            "ranks" in needs
-            and 0 < self.gpus < ranks
-            and not self.shares_by_nccl
-            and self.builds.staged is None
+        on_gpus, shared = self.device == "cuda", 0 < self.gpus < ranks
+        over_nccl = horovod.get("nccl") and (self.gpus > 1 or self.shares_by_nccl)
+        for is_missing, reason in (
+            ("error" in self.builds.torch, "PyTorch does not load"),
+            ("error" in horovod, "Horovod does not load"),
+            (on_gpus and not horovod.get("cuda"), "Horovod is built without CUDA"),
+            (on_gpus and not self.gpus, "PyTorch finds no GPU"),
+            ("GPU" in needs and not on_gpus, "it needs a GPU"),
+            ("ranks" in needs and shared and not self.shares_by_nccl and self.builds.staged is None, STAGED),
+            (
+                "NCCL" in needs and on_gpus and not over_nccl,
+                f"it needs NCCL and several GPUs, or NCCL {NEWER}",
+            ),
         ):
-            pytest.skip(STAGED)
-        if (
-            "NCCL" in needs
-            and self.device == "cuda"
-            and not (horovod["nccl"] and (self.gpus > 1 or self.shares_by_nccl))
-        ):
-            pytest.skip(f"it needs NCCL and several GPUs, or NCCL {MULTI_RANK[0]}.{MULTI_RANK[1]}")
+            if is_missing:
+                pytest.skip(reason)
