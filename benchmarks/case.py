@@ -56,7 +56,6 @@ class MeasuredJob(RankJob):
         device: ``cpu`` or ``cuda``.
     """
 
-    ends_at_once = True  # the orderly end of several engines in one process takes long
     worker = "benchmarks.worker:measure"
 
     suite: str

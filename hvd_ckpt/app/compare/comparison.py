@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from hvd_ckpt.app.cli.command_line import BadArgument, split_names
-from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
 from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.launch import Launcher, Trainings
+from hvd_ckpt.app.compare.reference import compute_reference
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
-from hvd_ckpt.app.compare.runner.jobs import Event, Failure
+from hvd_ckpt.app.compare.runner.jobs import Event, Failure, reason
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import Report
 from hvd_ckpt.app.compare.runner.settings import check_devices
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.compare.verdict import add_ratios, judge
-from hvd_ckpt.app.compare.worker import EngineJob, ReferenceJob
+from hvd_ckpt.app.compare.worker import EngineJob
 from hvd_ckpt.app.compare.workloads import CATALOG
 from hvd_ckpt.distributed.precision import apex_unavailable
 from hvd_ckpt.processes.runtime import threads_per_rank
@@ -114,13 +116,20 @@ class Comparison:
         )
 
     def _references(self, listener: Listener) -> dict[str, dict[str, Any]]:
-        """Computes the references; returns what a report says of each workload."""
-        folder = self._folder / "reference"
-        job = ReferenceJob(folder, 1, self._folder, self.cells, self.settings, ranks=self.size)
-        events, failure = self.launcher.start(job, functools.partial(listener, "reference"))
-        if failure:
-            raise BadArgument(f"the reference cannot be computed: {failure.message} (log in {job.folder})")
-        told = {event["workload"]: event for event in events if event["event"] == "reference"}
+        """Has a process compute the references for the ranks to read; returns what a report says of each workload."""
+        told: dict[str, dict[str, Any]] = {}
+        self._folder.mkdir(parents=True)
+        # Of the fork server of the ranks, with their number of threads.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+            for name in dict.fromkeys(cell.workload for cell in self.cells):
+                listener(f"reference of {name}", {"event": "step", "rank": 0})
+                computed = pool.submit(compute_reference, name, self.size, self.settings, self._folder)
+                try:
+                    told[name] = computed.result()
+                except Exception as error:
+                    raise BadArgument(
+                        f"the reference of {name} cannot be computed: {reason(error)}"
+                    ) from None
         for cell in self.cells:
             layers = told[cell.workload]["layers"]
             if cell.chunks > layers and not CATALOG[cell.workload].small:

@@ -28,7 +28,7 @@ from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.engines import find_engine
 from hvd_ckpt.app.compare.runner.jobs import Event, Failure, follow, ranks_at
 from hvd_ckpt.app.compare.runner.rank import run_rank
-from hvd_ckpt.app.compare.worker import CellsJob, EngineJob, Figures
+from hvd_ckpt.app.compare.worker import EngineJob, Figures
 from hvd_ckpt.processes.commands import Process
 from hvd_ckpt.processes.rendezvous import rank_variables
 
@@ -97,12 +97,12 @@ class Launcher:
             left = unfinished[len(failed) :]
         return found
 
-    def start(self, job: CellsJob, listener: Listener) -> tuple[list[Event], Failure | None]:
+    def start(self, job: EngineJob, listener: Listener) -> tuple[list[Event], Failure | None]:
         """Starts the processes of a job, and follows them to their end; returns their events and what went wrong."""
         job.save()
         limit = functools.partial(self._limit, job.size)
         # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
-        if self._controller == "mpi" and isinstance(job, EngineJob) and find_engine(job.engine).uses_horovod:
+        if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
             command = jobs.launch_command(job.size, "mpi", jobs.RANK, job.worker, job.file)
             with Process(command, job.log_file, self._environment) as process:
                 return follow(lambda: [process.status], job, limit, listener)
@@ -110,7 +110,7 @@ class Launcher:
             return follow(lambda: [process.exitcode for process in processes], job, limit, listener)
 
     @contextlib.contextmanager
-    def _forked(self, job: CellsJob) -> Iterator[Sequence[ForkServerProcess]]:
+    def _forked(self, job: EngineJob) -> Iterator[Sequence[ForkServerProcess]]:
         """The ranks of a job from the fork server, which are ended if they still run."""
         # Ranks of an earlier start have left their addresses in the server, and new ones would connect to those.
         self._server.init([])

@@ -7,17 +7,21 @@ and each rank's buffers as the reference has them for that rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_ckpt.app.compare.cells import TrainingSettings
+from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
+from hvd_ckpt.app.compare.cells import KEEP, TrainingSettings
 from hvd_ckpt.app.compare.runner.engines import OneProcess
 from hvd_ckpt.app.compare.training import Training, build_seed, step_seed
-from hvd_ckpt.app.compare.workloads import Workload
+from hvd_ckpt.app.compare.workloads import Workload, make_workload
+from hvd_ckpt.processes.devices import use_deterministic_kernels
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,22 +35,36 @@ class Reference:
         parameters: parameters after the last step.
         buffers: for each rank, buffers after the last step.
         losses: for each rank, its loss before each step.
-        layers: blocks in the chain.
     """
 
     start: Tensors
     parameters: Tensors
     buffers: list[Tensors]
     losses: list[list[float]]
-    layers: int
+
+    def save(self, folder: Path, workload: str) -> None:
+        """Writes it for the ranks."""
+        torch.save(vars(self), folder / f"reference-{workload}.pt")
+
+    @classmethod
+    def load(cls, folder: Path, workload: str) -> Reference:
+        """The reference that :meth:`save` wrote."""
+        return cls(**torch.load(folder / f"reference-{workload}.pt", weights_only=True))
 
 
-def make_reference(
-    workload: Workload,
-    size: int,
-    settings: TrainingSettings,
-    after_step: Callable[[int], object] = lambda step: None,
-) -> Reference:
+def compute_reference(name: str, size: int, settings: TrainingSettings, folder: Path) -> dict[str, Any]:
+    """Writes the reference of a workload into a folder; returns what a report says of it, and its number of blocks."""
+    use_deterministic_kernels()
+    workload = make_workload(name, settings)
+    model: Any = workload.model(KEEP)
+    reference = make_reference(workload, size, settings)
+    reference.save(folder, name)
+    losses = [statistics.fmean(step) for step in zip(*reference.losses)]  # while all ranks have batches
+    facts = {"title": workload.title, "line": workload.model_line, "small": workload.small}
+    return {**facts, "losses": losses, "layers": len(model)}
+
+
+def make_reference(workload: Workload, size: int, settings: TrainingSettings) -> Reference:
     """Trains ``workload`` as ``size`` ranks should, in this process.
 
     Gradients are averaged in float64 and rounded once. A rank that has no batches left adds nothing, and the sum is still
@@ -85,9 +103,8 @@ def make_reference(
             # infinite in the mean, so that the scaler skips the step for all ranks, as they must.
             parameter.grad = None if total is None else (total / size).to(parameter.dtype)
         training.update()
-        after_step(number)
 
-    return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
+    return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses)
 
 
 def apart(reference: Reference, trained: Training, rank: int) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""The workers of a comparison: one trains cells on a rank of an engine's job, the other computes the references in one process.
+"""The worker of a comparison, which trains cells on a rank of an engine's job.
 
-Both tell what they do, so that slow can be told from stuck; beside the events of every rank (:mod:`.runner.jobs`)
+It tells what it does, so that slow can be told from stuck; beside the events of every rank (:mod:`.runner.jobs`)
 
     ready                       training begins
     step (cell, step)           this many steps are done; 0 where a training begins
     result (cell, trainings)    the figures of each training of a cell
-    reference (workload, title, line, layers, losses, small)
 
 Events of cells also tell whether a step takes milliseconds: ``small``.
 
@@ -17,17 +16,13 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
 from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
-from hvd_ckpt.app.compare.reference import Reference, apart, make_reference
+from hvd_ckpt.app.compare.reference import Reference, apart
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import find_engine
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device
@@ -40,39 +35,11 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class CellsJob(RankJob):
-    """Processes that train cells."""
-
-    ends_at_once = True
-
-    references: Path
-    cells: tuple[Cell, ...]
-    settings: TrainingSettings
-
-    @property
-    def workloads(self) -> list[str]:
-        """The workloads of the cells, each once, in order."""
-        return list(dict.fromkeys(cell.workload for cell in self.cells))
-
-    def reference_file(self, workload: str) -> Path:
-        """The reference of a workload."""
-        return self.references / f"reference-{workload}.pt"
-
-
-@dataclass(frozen=True)
-class ReferenceJob(CellsJob):
-    """One process that computes the references; ``ranks`` is the number of ranks that it stands for."""
-
-    worker = "hvd_ckpt.app.compare.worker:compute_references"
-
-    ranks: int
-
-
-@dataclass(frozen=True)
-class EngineJob(CellsJob):
-    """The ranks of an engine.
+class EngineJob(RankJob):
+    """The ranks of an engine, which train cells.
 
     Attributes:
+        references: folder of the references (:meth:`.reference.Reference.save`).
         engine: a name in the registry of engines, or ``module:Class``.
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
             once, with nothing that takes time.
@@ -80,6 +47,9 @@ class EngineJob(CellsJob):
 
     worker = "hvd_ckpt.app.compare.worker:train_cells"
 
+    references: Path
+    cells: tuple[Cell, ...]
+    settings: TrainingSettings
     engine: str
     checks: bool
 
@@ -109,7 +79,9 @@ def train_cells(job: EngineJob) -> None:
     engine.start(job.folder)
     if engine.size != job.size:
         raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
-    workloads = {name: make_workload(name, job.settings) for name in job.workloads}
+    workloads = {
+        name: make_workload(name, job.settings) for name in dict.fromkeys(cell.workload for cell in job.cells)
+    }
     job.tell("ready")
     for cell in job.cells:
         workload = workloads[cell.workload]
@@ -138,7 +110,7 @@ def trainings_of(
     trained = run()
     if not job.checks:
         return [_figures(trained, seconds=trained.seconds)]
-    reference = Reference(**torch.load(job.reference_file(cell.workload), weights_only=True))
+    reference = Reference.load(job.references, cell.workload)
     first = _figures(trained, **apart(reference, trained, engine.rank))
     # The second run must not find the first one's memory in use.
     del trained, reference
@@ -147,18 +119,3 @@ def trainings_of(
     with recording_peak(job.settings.device) as memory:
         trained = run()
     return [first, _figures(trained, peak_bytes=memory.peak_bytes)]
-
-
-def compute_references(job: ReferenceJob) -> None:
-    """Computes the references of every workload in a job."""
-    use_deterministic_kernels()
-    workloads = {name: make_workload(name, job.settings) for name in job.workloads}
-    job.tell("ready")
-    for name, workload in workloads.items():
-        reference = make_reference(
-            workload, job.ranks, job.settings, lambda step: job.tell("step", step=step + 1)
-        )
-        torch.save(vars(reference), job.reference_file(name))
-        facts = {"title": workload.title, "line": workload.model_line, "small": workload.small}
-        losses = [statistics.fmean(step) for step in zip(*reference.losses)]  # while all ranks have batches
-        job.tell("reference", workload=name, layers=reference.layers, losses=losses, **facts)

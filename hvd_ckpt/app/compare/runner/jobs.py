@@ -59,11 +59,9 @@ class RankJob:
 
     Attributes:
         worker: the function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank.
-        ends_at_once: a rank whose result is written ends without the orderly end of what it has loaded.
     """
 
     worker: ClassVar[str]
-    ends_at_once: ClassVar[bool] = False
 
     folder: Path
     size: int

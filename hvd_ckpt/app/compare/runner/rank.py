@@ -38,12 +38,12 @@ def run_rank(worker: str, file: Path, variables: Mapping[str, str] | None = None
         job.tell("error", message=reason(error))
         traceback.print_exc()
         status = 1
-    if status or job.ends_at_once:
-        if not status:
-            atexit._run_exitfuncs()  # among them the ends of Horovod and of MPI
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    # At once, since the orderly end of what it has loaded takes long.
+    if not status:
+        atexit._run_exitfuncs()  # among them the ends of Horovod and of MPI
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
