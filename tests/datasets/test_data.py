@@ -132,6 +132,17 @@ def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     assert tokens.array.tolist() == [*b"one", *between, *b"two", *between, 255, 0]
 
 
+def test_a_cache_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (calls.append(name), real(*given)))
+    Tokens(text, tokenizer, cache=tmp_path / "cache")
+    assert calls == ["fsync", "replace"]
+
+
 def test_a_cache_is_found_again_until_something_changes(
     tmp_path: Path, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,8 @@ def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]]) 
             for array in arrays:
                 file.write(numpy.ascontiguousarray(array, dtype).data)
             file.flush()
+            # Before the rename: else a power failure could leave a part of the text under this name.
+            os.fsync(file.fileno())
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)
