@@ -23,6 +23,7 @@ from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.lock import FolderLock
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
@@ -87,6 +88,17 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
     if hc.rank() == 0:  # the evaluation that was due where it stopped was made when it resumed
         logs = [(path / "log.jsonl").read_text() for path in (whole, folder / "run")]
         assert [text.count('"eval"') for text in logs] == [2, 2]
+
+
+@pytest.mark.ranks(gloo=(1,))
+def test_a_start_where_another_run_is_leaves_the_request_to_stop_that_one(folder: Path) -> None:
+    train(folder / "run")
+    held, stop = FolderLock(folder / "run"), folder / "run" / "stop"
+    stop.touch()
+    with pytest.raises(SnapshotError, match="process"):
+        train(folder / "run", resume=str(folder / "run"))
+    assert stop.exists()
+    held.release()
 
 
 @pytest.mark.ranks(gloo=(1,))  # rank 0 looks for it

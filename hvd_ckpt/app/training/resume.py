@@ -19,7 +19,7 @@ from torch import nn
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.stopping import STOP_FILE, forget_file
+from hvd_ckpt.processes.stopping import STOP_FILE
 from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, check_fits, check_state as check_schemas
 from hvd_ckpt.snapshots.lock import LOCK_FILE
 from hvd_ckpt.snapshots.model import ModelTensors
@@ -61,8 +61,6 @@ def find_resume_point(config: Config) -> ResumePoint:
             else:
                 folder = new_folder(config.output, "train", not config.dry_run, UNFINISHED)
                 answer = ResumePoint(folder)
-            if not config.dry_run:
-                forget_file(answer.folder)
         except ValueError as error:
             answer = f"resume: {error}" if config.resume else f"output: {error}"
     answer = of_first_process(answer, "hvd_ckpt.train.folder")

@@ -42,13 +42,14 @@ from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
+from hvd_ckpt.processes.stopping import forget_file
 from hvd_ckpt.reduction.broadcast import broadcast_parameters
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
 from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.snapshots.training_state import seed_all, seed_of_rank
 from hvd_ckpt.utils.spans import span
@@ -175,6 +176,8 @@ class Trainer:
             if current().number == 0 and not config.dry_run:
                 lock = FolderLock(point.folder)
                 undo.callback(lock.release)
+                if not isinstance(point.snapshot, HeldSnapshot):  # after a change of ranks the run goes on
+                    forget_file(point.folder)
             snapshot = read_snapshot(point, config, len(self.train), self.model, self.optimizer)
             self.progress, self._first_ranks = Progress(), hvd.size()
             if snapshot is not None:
