@@ -14,13 +14,14 @@ from benchmarks.case import Case, Found, MeasuredJob, Row
 from benchmarks.suites.clusters import CLUSTER
 from benchmarks.suites.scale import split_of
 from benchmarks.suites.scale_on_hosts import LOCAL, WAYS
+from benchmarks.ways import StartingNetwork, efficiency, step_in
 from benchmarks.workloads import workload
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction.computation import counted
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.network import Network
-from hvd_ckpt.prediction.step_time import ModelSizes
+from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import BASELINES, TrainingLayout
 from hvd_ckpt.processes.runtime import allowed_cpus
 
@@ -77,17 +78,17 @@ def step_of(job: MeasuredJob, case: Case) -> Found:
     sizes = case.sizes
     gigabits = {f"{where}bandwidth": sizes[f"{where}link"] * 1e9 / 8 for where in ("", "local_")}
     times = {name: sizes[name] * 1e-6 for name in ("latency", "local_latency", "message")}
-    network = Network(
+    network = StartingNetwork(
         sizes["local"], controller=case.controller, one_level=bool(sizes["one_level"]), **gigabits, **times
     )
     shape = {name: sizes[name] for name in ("vocabulary", "length", "width", "heads", "layers")}
     model = sizes_of(sizes["tflops"], sizes["batch"], **shape)
-    step = model.step(case.engine, split_of(case), network)
-    steps = sizes["every"] if case.engine == "local" else 1
     other = case.engine in BASELINES
+    step = step_in(case.engine, model, split_of(case), network)
+    steps = sizes["every"] if case.engine == "local" else 1
     return {
         "seconds": [step.seconds / steps],
-        "efficiency": step.efficiency,
+        "efficiency": efficiency(step),
         "communicating": step.communicating / steps,
         "sent": step.sent / steps,
         "start": None if other else start(case.engine, model.model, network, case.np),
@@ -115,18 +116,18 @@ def sizes_of(tflops: float, batch: int, **shape: Any) -> ModelSizes:
     return ModelSizes(model, forward, backward, activation=tokens * width * 4)
 
 
-def start(way: str, model: nn.Module, network: Network, ranks: int) -> float:
+def start(way: str, model: nn.Module, network: StartingNetwork, ranks: int) -> float:
     """Seconds from the launch to the first step: processes, the comparison of all options and parameters, and rank 0's weights.
 
     Over Gloo each rank asks the launcher's server for the address of each other rank. Over MPI connections are made when they are
     needed.
     """
     processes = IMPORTING + (ranks**2 * CONNECTING if network.controller == "gloo" else 0.0)
-    objects = network.objects(512, ranks).seconds + ranks * UNPICKLING
+    objects = network.objects(512, ranks) + ranks * UNPICKLING
     # The optimizer broadcasts in some ways, and the user's own call in all.
     copies = 2 if way in ("optimizer", "gradients", "local") else 1
-    weights = sum(network.broadcast(parameter.nbytes, ranks).seconds for parameter in model.parameters())
-    return processes + 2 * objects + network.agreement(ranks).seconds + copies * weights
+    weights = sum(network.broadcast(parameter.nbytes, ranks) for parameter in model.parameters())
+    return processes + 2 * objects + network.agreement(ranks) + copies * weights
 
 
 def step_on_hosts(row: Row, rows: Sequence[Row]) -> float | None:
@@ -155,4 +156,4 @@ def step_on_hosts(row: Row, rows: Sequence[Row]) -> float | None:
         [share * one.over(name) / len(model)] * len(model) for name in ("forward", "backward")
     )
     sizes = ModelSizes(model, forward, backward)
-    return sizes.step(WAYS[row.case.engine], TrainingLayout(ranks), network).seconds
+    return sizes.step(StepTime(network, TrainingLayout(ranks, WAYS[row.case.engine]))).seconds

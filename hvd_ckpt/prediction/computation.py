@@ -29,7 +29,7 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.processes import parts
-from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 from hvd_ckpt.utils.measure import silent
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, flash_attention, identity_of
 
@@ -162,12 +162,17 @@ class _FlashAttention(TorchFunctionMode):
 
 def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:
     """The computation by the operations of matrix products, ``rate`` of them a second, and the tensors that autograd saves, of a
-    chain on the meta device.
+    chain, which runs on the meta device.
 
     Raises:
         ValueError: the model is not a chain.
     """
     names = children_of(model)
+    tensors = (*model.parameters(), *model.buffers())
+    if not all(one.is_meta for one in tensors):
+        # A copy without values: what the memo has counts as copied.
+        model = copy.deepcopy(model, {id(one): _on_meta(one) for one in tensors})
+        sample = map_tensors(_on_meta, Tensor, sample)
     own = {identity_of(parameter.untyped_storage()) for parameter in model.parameters()}
     values: Any = sample.args
     chain = [Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)]
@@ -192,6 +197,13 @@ def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:
     last = chain[-1].output
     chain.append(Block((Choice(0.0, last, 2 * last, 3 * last),), 0, 0.0, 0))
     return Computation(chain, [[name] for name in names], True)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    there = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(there, tensor.requires_grad)
+    return there.requires_grad_(tensor.requires_grad)
 
 
 def _block(seconds: float, inside: int, outputs: dict[int, int], saved: dict[int, int]) -> Block:

@@ -27,11 +27,9 @@ from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes, of_f
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction import links
 from hvd_ckpt.prediction.computation import Computation, Passes, as_part, counted, measured
-from hvd_ckpt.prediction.links import NOTHING_SHARED, Sharing
 from hvd_ckpt.prediction.measured_memory import Update, make_optimizer
 from hvd_ckpt.prediction.memory import Estimator
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
@@ -72,7 +70,6 @@ class Job:
         tflops: operations of a rank in TFLOP/s, where nothing is measured.
         replicas: logical replicas of the job, of which each rank computes its share one after the other.
         update: seconds of the optimizer's step.
-        sharing: what the ranks of a host share.
         rank: this process's in a job that is measured, of which the first answers; None where nothing is measured, and
             operations and saved tensors are counted, which takes no time or memory.
         say: called with a line of text for each measurement.
@@ -92,7 +89,6 @@ class Job:
     tflops: float = TFLOPS
     replicas: int | None = None
     update: Update = UPDATE
-    sharing: Sharing = NOTHING_SHARED
     rank: int | None = None
     say: Callable[[str], None] = lambda text: None
     inexact: bool = False
@@ -101,10 +97,9 @@ class Job:
     _computations: dict[_Key, Computation] = field(default_factory=dict)
 
     def measured(self) -> Job:
-        """The job with the ranks of this one, and what they share, which is measured. Collective."""
+        """The job with the ranks of this one, and an update that is measured. Collective."""
         return dataclasses.replace(
             self,
-            sharing=links.sharing(),
             update=Update.measure(self.optimizer(self.model), self.model),
             ranks=hvd.size(),
             rank=hvd.rank(),
@@ -239,17 +234,15 @@ class Job:
         slots = _slots(layout, computation, part)
 
         def estimate(activations: int = 0) -> MemoryEstimate:
-            found = estimator.estimate(
-                layout.replicas if local is None else local.group,
+            return estimator.estimate(
+                layout.replicas,
                 layout.shard,
                 layout.offload,
                 layout.wire,
                 activations=activations + slots,
                 micro_batches=layout.micro_batches,
+                local=local,
             )
-            if local is None:
-                return found
-            return local.added_to(found, estimator.parameters.values(), estimator.place)
 
         if layout.stages > 1:
             if not computation.in_chain or layout.stages > len(computation.names):
@@ -261,15 +254,15 @@ class Job:
         # A model is whole before it is split, and its weights stay until the parts were compared with it. The
         # comparison itself takes memory only where that is free.
         start = nbytes_of(part) + nbytes_of(self.model) if layout.tensor > 1 else 0
+
+        def row(fits: bool, activations: int, budget: int | None) -> LayoutRow:
+            found = estimate(activations)
+            unrecorded = found.unrecorded + slots
+            return LayoutRow(layout, fits, max(found.peak, start), budget, unrecorded=unrecorded)
+
         if passes is None or start > self.memory:
-            needed = estimate(computation.smallest)
-            unrecorded = needed.unrecorded + slots
-            return LayoutRow(
-                layout, False, max(needed.peak, start), computation.smallest, unrecorded=unrecorded
-            )
-        found = estimate(passes.peak)
-        unrecorded = found.unrecorded + slots
-        return self._timed(layout, computation, max(found.peak, start), unrecorded, budget, passes)
+            return row(False, computation.smallest, computation.smallest)
+        return self._timed(row(True, passes.peak, budget if passes.planned else None), computation, passes)
 
     def _in_stages(
         self,
@@ -288,26 +281,15 @@ class Job:
         smallest, pipeline = computation.stages(part, staged, budget)
         if pipeline is None:
             return LayoutRow(layout, False, smallest + beside, smallest, unrecorded=slots)
-        forward, backward = (
-            [getattr(stage, name) for stage in pipeline.parts]
-            for name in ("forward_seconds", "backward_seconds")
-        )
+        forward = [stage.forward_seconds for stage in pipeline.parts]
+        backward = [stage.backward_seconds for stage in pipeline.parts]
         again = max(sum(forward) + sum(backward) - computation.kept.seconds, 0.0)
-        passes = Passes(0, forward, backward, again / layout.stages)
-        return self._timed(
-            layout, computation, max(pipeline.memory) + beside, slots, budget, passes, pipeline
-        )
+        row = LayoutRow(layout, True, max(pipeline.memory) + beside, budget, unrecorded=slots)
+        return self._timed(row, computation, Passes(0, forward, backward, again / layout.stages))
 
-    def _timed(
-        self,
-        layout: TrainingLayout,
-        computation: Computation,
-        peak: int,
-        unrecorded: int,
-        budget: int,
-        passes: Passes,
-        pipeline: PipelinePlan | None = None,
-    ) -> LayoutRow:
+    def _timed(self, row: LayoutRow, computation: Computation, passes: Passes) -> LayoutRow:
+        """The row with the time of its step."""
+        layout, staged = row.layout, row.layout.stages > 1
         count = layout.micro_batches
         forward, backward = ([each * count * layout.tensor for each in seconds] for seconds in passes[1:3])
         sizes = ModelSizes(
@@ -316,29 +298,24 @@ class Job:
             backward,
             activation=computation.boundary * count,
             blocks=computation.blocks(self.model),
-            cuts=None if pipeline is None else (passes.forward, passes.backward),
+            cuts=passes[1:3] if staged else None,
         )
-        step = sizes.step("local" if layout.every else layout.shard, layout, self.network)
+        step = sizes.step(StepTime(self.network, layout))
         steps = layout.every or 1
-        seconds = self._beside_each_other(step, pipeline is not None)
+        seconds = self._beside_each_other(step, staged)
         recomputing = passes.recomputing * count * steps / step.seconds
-        return LayoutRow(
-            layout,
-            True,
-            peak,
-            budget if passes.planned else None,
-            seconds / steps + self._update_seconds(layout),
-            recomputing,
-            _limit(seconds - step.computing - step.bubble, step.bubble, recomputing, seconds),
-            unrecorded,
+        return dataclasses.replace(
+            row,
+            seconds=seconds / steps + self._update_seconds(layout),
+            recomputing=recomputing,
+            limit=_limit(seconds - step.computing - step.bubble, step.bubble, recomputing, seconds),
         )
 
     def _beside_each_other(self, step: StepTime, staged: bool) -> float:
         """Seconds of a step on shared processors."""
-        crowding, hidden = self.sharing
-        computing = crowding * step.computing
+        computing = self.network.crowding * step.computing
         exposed = step.seconds - step.computing
-        behind = max(step.communicating - exposed, 0.0) * (1 - hidden)
+        behind = max(step.communicating - exposed, 0.0) * (1 - self.network.hidden)
         # Ranks take as long as their work together, also where stages wait for each other.
         return behind + (max(step.seconds, computing) if staged else computing + exposed)
 
@@ -397,6 +374,8 @@ def layouts(
             raise ValueError(f"{name} must be a number from 1, not {value!r}")
     if not tflops > 0:
         raise ValueError(f"tflops must be > 0, not {tflops!r}")
+    if network is not None and not isinstance(network, Network):
+        raise ValueError(f"network must be a hvd_ckpt.prediction.network.Network, not {network!r}")
     limit = parse_budget(memory)
     if limit.kind != "bytes":
         raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")

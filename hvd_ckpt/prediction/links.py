@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.collectives.asynchronous import wait
-from hvd_ckpt.prediction.network import Cost, Network
+from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current
 from hvd_ckpt.processes.launchers import adopt_launcher, launched_size
@@ -44,25 +44,27 @@ class MeasuredNetwork(Network):
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     barrier: float = 0.0
 
-    def _corrected(self, name: str, formula: Callable[[float, int], Cost], nbytes: float, ranks: int) -> Cost:
-        cost, empty = formula(nbytes, ranks), formula(0, ranks).seconds
+    def _corrected(
+        self, name: str, formula: Callable[[float, int], float], nbytes: float, ranks: int
+    ) -> float:
+        seconds, empty = formula(nbytes, ranks), formula(0, ranks)
         if ranks == 1 or name not in self.measured:
-            return cost
-        base, unit = formula(0, self.ranks).seconds, SIZES[-1]
-        each = (formula(unit, self.ranks).seconds - base) / unit
+            return seconds
+        base, unit = formula(0, self.ranks), SIZES[-1]
+        each = (formula(unit, self.ranks) - base) / unit
         start, rate = self.measured[name]
-        return cost._replace(seconds=start * empty / base + rate / each * (cost.seconds - empty))
+        return start * empty / base + rate / each * (seconds - empty)
 
-    def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> Cost:
+    def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> float:
         name, formula = ("allreduce" if rounds == 2 else "all_gather"), partial(super().ring, rounds=rounds)
         return self._corrected(name, formula, nbytes, ranks)
 
-    def scatter(self, nbytes: float, ranks: int) -> Cost:
+    def scatter(self, nbytes: float, ranks: int) -> float:
         return self._corrected("scatter", super().scatter, nbytes, ranks)
 
-    def agreement(self, ranks: int) -> Cost:
-        own = super().agreement(self.ranks).seconds
-        return Cost(self.barrier * super().agreement(ranks).seconds / own if own else 0.0)
+    def agreement(self, ranks: int) -> float:
+        own = super().agreement(self.ranks)
+        return self.barrier * super().agreement(ranks) / own if own else 0.0
 
 
 def measure() -> MeasuredNetwork:
@@ -90,6 +92,7 @@ def measure() -> MeasuredNetwork:
     )
     everyone = mpi_ops.allgather(own.double(), name="hvd_ckpt.links")
     (barrier, _), near, far, *rest = everyone.median(0).values.tolist()
+    crowding, hidden = _sharing()
     return MeasuredNetwork(
         local=local,
         bandwidth=local / far[1],
@@ -99,6 +102,8 @@ def measure() -> MeasuredNetwork:
         message=0.0,
         cycle=0.0,
         controller=runtime.controller(),
+        crowding=crowding,
+        hidden=hidden,
         ranks=size,
         measured=dict(zip(_STARTS, map(tuple, rest))),
         barrier=barrier,
@@ -111,24 +116,8 @@ def works_alone() -> bool:
     return alone
 
 
-class Sharing(NamedTuple):
-    """What ranks of a host share.
-
-    Attributes:
-        crowding: how much longer a rank computes while all ranks do, than while those do that work alone.
-        hidden: the part of a collective that computation hides beside it, where both take as long; the rest is work of the same
-            processors.
-    """
-
-    crowding: float
-    hidden: float
-
-
-NOTHING_SHARED = Sharing(1.0, 1.0)
-
-
-def sharing() -> Sharing:
-    """What the ranks of this job share. Collective."""
+def _sharing() -> tuple[float, float]:
+    """How much the ranks of a host crowd it, and what computation hides: see :class:`.network.Network`. Collective."""
     values, name = torch.ones(BUSY), "hvd_ckpt.links.sharing"
 
     def computed() -> None:
@@ -158,7 +147,7 @@ def sharing() -> Sharing:
     hidden = (together + collective - both) / min(together, collective)
     own = torch.tensor([together / alone, hidden], dtype=torch.float64)
     crowding, hidden = mpi_ops.broadcast(own, 0, name="hvd_ckpt.sharing").tolist()
-    return Sharing(max(1.0, crowding), min(max(hidden, 0.0), 1.0))
+    return max(1.0, crowding), min(max(hidden, 0.0), 1.0)
 
 
 def _message(grid: Grid, distance: int) -> tuple[float, float]:

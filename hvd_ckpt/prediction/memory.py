@@ -27,6 +27,7 @@ from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.prediction.computation import as_part
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate, Moment
+from hvd_ckpt.processes.devices import device_named
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.construction import check_stage
@@ -111,23 +112,20 @@ def estimate_memory(
     })  # fmt: skip
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
+    args = sample if isinstance(sample, tuple) else (sample,)
+    batch = None if sample is None else Sample(args, dict(kwargs or {}), loss)
     with as_part(model, tensor) as first_part:
         estimator = Estimator(
             first_part,
             optimizer,
             precision,
             plan=plan,
-            sample=sample,
-            kwargs=kwargs,
-            loss=loss,
+            sample=batch,
             bucket_cap_mb=bucket_cap_mb,
             units=how.units,
             device=device,
         )
-    if averages is None:
-        return estimator.estimate(np, *splits, within)
-    within_group = estimator.estimate(averages.group, *splits)
-    return averages.added_to(within_group, estimator.parameters.values(), estimator.place)
+    return estimator.estimate(np, *splits, within, local=averages)
 
 
 class Estimator:
@@ -137,10 +135,6 @@ class Estimator:
 
     Args:
         averaged: there is an average of the weights (:class:`hvd_ckpt.AveragedWeights`).
-
-    Attributes:
-        parameters: by name, on the meta device.
-        place: where the optimizer is tried out.
 
     Raises:
         ValueError: the precision or the size of a bucket is invalid, or the model or the optimizer is not one to train.
@@ -153,9 +147,7 @@ class Estimator:
         precision: str = "fp32",
         *,
         plan: Plan | None = None,
-        sample: Any = None,
-        kwargs: Mapping[str, Any] | None = None,
-        loss: Callable[[Any], Tensor] | None = None,
+        sample: Sample | None = None,
         bucket_cap_mb: float = 25.0,
         units: Sequence[Any] | None = None,
         device: torch.device | str | None = None,
@@ -170,7 +162,7 @@ class Estimator:
         self._measured: dict[torch.dtype, OptimizerMemory] = {}
         self._cap_bytes = bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
-        place = own if device is None else torch.device(device)
+        place = own if device is None else device_named(str(device))
         # Of parameters and inputs; else their own.
         dtype = torch.bfloat16 if precision == "bf16-params" else None
         with contextlib.nullcontext() if plan is None else applied(model, plan):
@@ -178,25 +170,23 @@ class Estimator:
             self._units = [
                 [names[id(parameter)] for parameter in unit.parameters] for unit in find_units(model, units)
             ]
-            if dtype is not None or place != own:
-                model = copy.deepcopy(model).to(device=place, dtype=dtype)
-            self.parameters = {
+            where = own if sample is None else place
+            if dtype is not None or where != own:
+                model = copy.deepcopy(model).to(device=where, dtype=dtype)
+            self._parameters = {
                 name: torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
                 for name, parameter in model.named_parameters()
             }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
             self._has_sample = sample is not None
-            if self._has_sample:
-                arguments = sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {})
-                args, own_kwargs = map_tensors(lambda tensor: _moved(tensor, place, dtype), Tensor, arguments)
-                own_sample = Sample(args, own_kwargs, loss)
-                self._stretches = measure_step(Step(model, own_sample, AUTOCAST.get(precision)))
+            if sample is not None:
+                moved = map_tensors(lambda tensor: _moved(tensor, place, dtype), Tensor, sample[:2])
+                step = Step(model, sample._replace(args=moved[0], kwargs=moved[1]), AUTOCAST.get(precision))
+                self._stretches = measure_step(step)
             else:
-                trained = sum(
-                    parameter.nbytes for parameter in self.parameters.values() if parameter.requires_grad
-                )
-                self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, trained)]
-        self.place = torch.device("cpu") if place.type == "meta" else place
+                trained = (one.nbytes for one in self._parameters.values() if one.requires_grad)
+                self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, sum(trained))]
+        self._place = torch.device("cpu") if place.type == "meta" else place
 
     def estimate(
         self,
@@ -207,16 +197,21 @@ class Estimator:
         within: int | None = None,
         activations: int = 0,
         micro_batches: int = 1,
+        local: LocalMemory | None = None,
     ) -> MemoryEstimate:
         """The estimate for this number of ranks and this stage.
 
         Args:
             activations: bytes of them at the peak, of a step that was not measured.
             micro_batches: of a step, whose gradients are sent while the next one runs, where they are in shards.
+            local: averages of local SGD, within whose groups ``shard`` applies.
 
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
         """
+        if local is not None:
+            step = self.estimate(local.group, shard, offload, wire, None, activations, micro_batches)
+            return local.added_to(step, self._parameters.values(), self._place)
         stage, gradients, weights = check_stage(shard, offload, wire)
         if within is not None and (stage < 3 or not 1 < within <= np or np % within):
             raise ValueError(
@@ -226,9 +221,9 @@ class Estimator:
             check_elementwise(self._optimizer, promised=True)
         layout, units = Layout(np), []
         if stage == 3:
-            units = [layout.add([(name, self.parameters[name]) for name in unit]) for unit in self._units]
+            units = [layout.add([(name, self._parameters[name]) for name in unit]) for unit in self._units]
         else:
-            layout.add(list(reversed(self.parameters.items())), self._cap_bytes)
+            layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
         held, offloaded = self._held(stage, layout.groups, weights, offload, within if within != np else None)
         reduced = sum(
@@ -277,7 +272,7 @@ class Estimator:
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(group.padded_bytes for group in groups)
         if stage == 0:
-            parameters = sum(parameter.nbytes for parameter in self.parameters.values())
+            parameters = sum(parameter.nbytes for parameter in self._parameters.values())
         elif stage < 3:  # beside them the exact values, where the wire rounds
             parameters = whole + (0 if weights is FP32 else shards)
         else:
@@ -300,7 +295,7 @@ class Estimator:
         elsewhere = ["optimizer_state"] if offload else []
         if offload == "parameters":
             elsewhere += ["master_weights", "parameters"]
-        elif offload and self.place.type != "cuda":  # on CUDA devices they stay beside the weights
+        elif offload and self._place.type != "cuda":  # on CUDA devices they stay beside the weights
             elsewhere.append("master_weights")
         offloaded = sum(held[part] for part in elsewhere)
         return {**held, **dict.fromkeys(elsewhere, 0)}, offloaded
@@ -309,7 +304,7 @@ class Estimator:
         """Memory of the optimizer for a group; master weights are stepped in float32."""
         dtype = torch.float32 if stage and group.dtype in HALF else group.dtype
         if dtype not in self._measured:
-            self._measured[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self.place)
+            self._measured[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self._place)
         return self._measured[dtype]
 
     def _passes(
@@ -403,10 +398,10 @@ class Estimator:
             own = [group.shard_numel if stage else group.numel for group in of_dtype]
             stepped = max(min(max(group.numels), numel) for group, numel in zip(of_dtype, own))
             each = memory.temporaries
-            if offload == "parameters" and self.place.type == "cuda":  # the step is on the CPU
+            if offload == "parameters" and self._place.type == "cuda":  # the step is on the CPU
                 stepped = 0
             elif offload:  # one parameter at a time; on CUDA with the state of three
-                each += 3 * memory.state if self.place.type == "cuda" else 0
+                each += 3 * memory.state if self._place.type == "cuda" else 0
             elif memory.at_once:
                 stepped = sum(own)
             temporaries = max(temporaries, round(each * stepped))

@@ -174,11 +174,13 @@ class LocalMemory:
             raise ValueError(f"local: {error}") from None
         if type(group) is not int or group < 1 or ranks % group:
             raise ValueError(f"local: within={group!r} does not divide np={ranks}")
-        if given["outer"] is not None and not callable(given["outer"]):
-            raise ValueError(f"local: outer must make an optimizer of parameters, not {given['outer']!r}")
+        outer, parameter = given["outer"], nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        made = outer([parameter]) if callable(outer) else None
+        if outer is not None and not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"local: outer must make an optimizer of parameters, not {outer!r}")
         self.group: int = group
         self._ranks, self._fragments = ranks, fragments
-        self._outer, self._wire = given["outer"], wire_format(given["wire"])
+        self._outer, self._wire = outer, wire_format(given["wire"])
         # the part of the model whose averages are under way at a time, while the next steps compute:
         # with every=100, one of 4 fragments leaves every 25 steps. With delay=30 two of them are under way at times.
         self._at_once = min(fragments, -(-delay * fragments // every)) / fragments

@@ -1,4 +1,4 @@
-"""The time of a training step on a stated network, and what a rank sends in it: formulas of sizes, for each way to train.
+"""The time of a training step on a stated network, from what a rank sends in it: formulas of sizes, for each layout.
 
 Buckets, groups and units are those that the library lays out for the model, so the kinds and bytes of all collectives are
 exact. All ranks do the same at the same time. Collectives run one after the other, beside computation:
@@ -17,58 +17,59 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from hvd_ckpt.collectives.formats import FP32, wire_formats
 from hvd_ckpt.parallel.pipeline.schedule import Schedule, make_schedule, timeline
-from hvd_ckpt.prediction.network import Cost, Network
-from hvd_ckpt.prediction.training_layout import BASELINES, TrainingLayout
+from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import RUN_BYTES, Layout
-from hvd_ckpt.sharding.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.sharding.units import find_units
 
-Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather", "message", "exchange"]
-"""``scatter`` is this library's reduce-scatter, ``ring_scatter`` that of others; a ``message`` goes to another stage, an
-``exchange`` to each other part of a layer."""
+Kind = Literal["allreduce", "scatter", "alltoall", "all_gather", "message", "exchange"]
+"""``scatter`` is this library's reduce-scatter; a ``message`` goes to another stage, an ``exchange`` to each other part of a
+layer."""
 
 NUMBER = 8  # bytes of a number of each rank
+
+Step = TypeVar("Step", bound="StepTime")
 
 
 class StepTime:
     """A step of one rank: computation, collectives that run beside it, and waits for these.
 
-    Args:
-        cycles: whether collectives wait for Horovod's cycle, in which all ranks first agree on what is ready.
-
     Attributes:
+        flags: whether ranks tell each other in a step what they need to know.
+        in_flight: reduce-scatters and gathers of shards that are under way at a time, where they are large.
         now: seconds until here.
         computing, communicating: seconds of computation, and in which collectives or messages run, hidden or not.
         bubble: seconds in which the first stage waits, by its schedule.
-        sent, messages: bytes and messages that a rank sends.
         agreement: seconds in which all ranks agree on what is ready, in each cycle.
         operations: kind and bytes of each collective or message, in the order of launches.
     """
 
-    def __init__(self, network: Network, layout: TrainingLayout, cycles: bool = True) -> None:
+    flags, in_flight = True, IN_FLIGHT
+
+    def __init__(self, network: Network, layout: TrainingLayout) -> None:
         # A host has no more ranks than there are.
         network = dataclasses.replace(network, local=min(network.local, layout.ranks))
-        self._ranks, self._layout = layout.replicas, layout
-        self._network, self._links = network.every(layout.tensor), network
-        self.now = self.computing = self.communicating = self.sent = self.messages = self.bubble = 0.0
+        self.ranks, self.layout = layout.replicas, layout
+        self.network, self._links = network.every(layout.tensor), network
+        self.now = self.computing = self.communicating = self.bubble = 0.0
         self.operations: list[tuple[Kind, int]] = []
-        self.cycles = cycles
-        agreement = self._network.agreement(self._ranks).seconds if cycles else 0.0
-        over_mpi = cycles and network.controller == "mpi"
-        self.agreement, self._period = agreement, max(network.cycle, agreement) if over_mpi else 0.0
+        self._under_way: list[tuple[float, int]] = []  # ends and bytes
+        self.agreement = self.network.agreement(self.ranks)
+        self._period = max(network.cycle, self.agreement) if network.controller == "mpi" else 0.0
         self._cycle, self._free, self._link = -math.inf, 0.0, 0.0
 
     @property
@@ -76,34 +77,41 @@ class StepTime:
         """Of the step, with all that was launched."""
         return max(self.now, self._free, self._link)
 
-    @property
-    def efficiency(self) -> float:
-        """The part of a step that is computation: the speed of a rank, to one that is alone."""
-        return self.computing / self.seconds if self.seconds else 1.0
-
     def compute(self, seconds: float) -> None:
         """Adds computation."""
         self.now += seconds
         self.computing += seconds
 
-    def launch(self, kind: Kind, nbytes: int, after: float = 0.0) -> float:
-        """Launches a collective or message, ``after`` another one whose result it sends; returns when it ends."""
-        cost, ready = self._cost(kind, nbytes), max(self.now, after)
+    def launch(self, kind: Kind, nbytes: int) -> float:
+        """Launches a collective or message; returns when it ends."""
+        seconds = self.seconds_of(kind, nbytes)
         if kind in ("message", "exchange"):  # travel beside the collectives
-            end = self._link = max(ready, self._link) + cost.seconds
+            end = self._link = max(self.now, self._link) + seconds
         else:
-            end = self._free = self._begin(ready) + cost.seconds
+            end = self._free = self.begin(self.now) + seconds
         self.operations.append((kind, nbytes))
-        self.communicating += cost.seconds
-        self.sent += cost.sent
-        self.messages += cost.messages
+        self.communicating += seconds
         return end
 
     def wait(self, *ends: float) -> None:
         """Waits for what has these ends."""
         self.now = max(self.now, *ends, 0.0)
 
-    def _begin(self, ready: float) -> float:
+    def launch_shard(self, kind: Kind, nbytes: int) -> None:
+        """Launches a reduce-scatter or a gather of shards, of which few are under way at a time."""
+        while len(self._under_way) >= self.in_flight:
+            if nbytes + sum(size for _, size in self._under_way) <= SMALL_BYTES:
+                break
+            self.wait(self._under_way.pop(0)[0])
+        self._under_way.append((self.launch(kind, nbytes), nbytes))
+
+    def wait_for_shards(self) -> None:
+        """Waits for all of them."""
+        self.wait(*(end for end, _ in self._under_way))
+        self._under_way.clear()
+
+    def begin(self, ready: float) -> float:
+        """When a collective that is ready begins."""
         # What was ready when the present cycle began runs in it, after what is before it. The rest waits for the first
         # cycle that begins after it is ready: over MPI at fixed intervals, over Gloo when something is ready. A cycle in
         # which nothing is ready has an agreement, too:
@@ -117,15 +125,16 @@ class StepTime:
             self._cycle, self._free = begin, begin + self.agreement
         return self._free
 
-    def _cost(self, kind: Kind, nbytes: int) -> Cost:
-        network, ranks = self._network, self._ranks
+    def seconds_of(self, kind: Kind, nbytes: int) -> float:
+        """Seconds of a collective or message."""
+        network, ranks = self.network, self.ranks
         if kind == "message":
-            return self._links.stage_message(nbytes, self._layout.ranks, self._layout.stages)
+            return self._links.stage_message(nbytes, self.layout.ranks, self.layout.stages)
         if kind == "exchange":
-            return self._links.exchange(nbytes, self._layout.tensor)
+            return self._links.exchange(nbytes, self.layout.tensor)
         if kind == "allreduce":
-            return network.allreduce(nbytes, ranks) if self.cycles else network.ring(nbytes, ranks, 2)
-        if kind in ("all_gather", "ring_scatter"):
+            return network.allreduce(nbytes, ranks)
+        if kind == "all_gather":
             return network.ring(nbytes, ranks)
         return network.scatter(nbytes, ranks) if kind == "scatter" else network.alltoall(nbytes, ranks)
 
@@ -173,37 +182,36 @@ class ModelSizes:
         """Bytes of all parameters."""
         return sum(parameter.nbytes for _, parameter in self._named)
 
-    def step(self, way: str, layout: TrainingLayout, network: Network) -> StepTime:
-        """A step in one of :data:`.training_layout.WAYS`; of local SGD, all steps from one average to the next."""
-        step = StepTime(network, layout, cycles=way not in BASELINES)
-        if way == "local":
+    def step(self, step: Step) -> Step:
+        """Fills a step; of local SGD, all steps from one average to the next."""
+        layout = step.layout
+        if layout.every:
             self._averages(step, layout)
         elif layout.stages > 1:
-            self._stages(step, way, layout)
+            self._stages(step, layout)
         else:
             for number in range(layout.micro_batches):
-                self._micro_batch(step, way, layout, last=number == layout.micro_batches - 1)
-        if way in ("optimizer", "gradients", "ring"):
+                self._micro_batch(step, layout, last=number == layout.micro_batches - 1)
+        if layout.shard in ("optimizer", "gradients"):
             self._gather_weights(step, layout)
         return step
 
-    def _micro_batch(self, step: StepTime, way: str, layout: TrainingLayout, last: bool) -> None:
+    def _micro_batch(self, step: StepTime, layout: TrainingLayout, last: bool) -> None:
         forward, backward = (
             [each / layout.tensor / layout.micro_batches for each in seconds]
             for seconds in (self.forward, self.backward)
         )
         if layout.tensor > 1:
             self._exchanges(step, layout)
-        kind: Kind = "ring_scatter" if way in ("fsdp2", "ring") else "scatter"
-        if way in ("parameters", "fsdp2"):
-            self._sharded_parameters(step, layout, kind, forward, backward)
+        if layout.shard == "parameters":
+            self._sharded_parameters(step, layout, forward, backward)
             return
         for seconds in forward:
             step.compute(seconds)
-        if way in ("gradients", "ring"):
-            self._scattered(step, layout, kind, backward)
+        if layout.shard == "gradients":
+            self._scattered(step, layout, backward)
         elif last:
-            self._reduced(step, layout, backward, kind if way == "replicas" else "allreduce")
+            self._reduced(step, layout, backward)
         else:
             step.compute(sum(backward))
 
@@ -221,36 +229,22 @@ class ModelSizes:
             for bucket in lay_out(order, parameters, self.cap * divisor)
         ]
 
-    def _reduced(self, step: StepTime, layout: TrainingLayout, backward: Sequence[float], kind: Kind) -> None:
+    def _reduced(self, step: StepTime, layout: TrainingLayout, backward: Sequence[float]) -> None:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
         *buckets, last = self._buckets(layout)
-        flags = self._flag_bytes if step.cycles else 0
         ends: list[float] = []
-        again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
-
-        def send(nbytes: int) -> None:
-            # What travels of replicas is drawn in sharding/tree.py.
-            if kind == "scatter" and nbytes * layout.ranks <= TREE_SMALL_BYTES and layout.ranks > 2:
-                ends.append(step.launch("all_gather", nbytes * layout.ranks))
-            else:
-                ends.append(step.launch("allreduce" if layout.ranks == 2 else kind, nbytes))
-                if kind == "scatter" and layout.ranks > 2:
-                    again.append((ends[-1], nbytes))
-
         for block in reversed(range(len(backward))):
             step.compute(backward[block])
             while len(ends) < len(buckets) and buckets[len(ends)][1] >= block:
-                send(buckets[len(ends)][0])
-        for nbytes, _ in buckets[len(ends) :]:
-            send(nbytes)
-        send(last[0] + flags)
-        step.wait(*ends, *(step.launch("all_gather", nbytes, after=end) for end, nbytes in again))
+                ends.append(step.launch("allreduce", buckets[len(ends)][0]))
+        ends += [step.launch("allreduce", nbytes) for nbytes, _ in buckets[len(ends) :]]
+        flags = self._flag_bytes if step.flags else 0
+        step.wait(*ends, step.launch("allreduce", last[0] + flags))
 
     def _gather_weights(self, step: StepTime, layout: TrainingLayout) -> None:
-        gathers = _InFlight(step, "all_gather")
         for nbytes, _ in self._groups(layout):
-            gathers.add(_sent(layout, nbytes))
-        gathers.wait()
+            step.launch_shard("all_gather", _sent(layout, nbytes))
+        step.wait_for_shards()
 
     def _groups(self, layout: TrainingLayout) -> list[tuple[int, int]]:
         """Bytes of each group of shards of a process, and the block whose backward pass completes it."""
@@ -264,35 +258,26 @@ class ModelSizes:
             for group in groups
         ]
 
-    def _scattered(
-        self, step: StepTime, layout: TrainingLayout, kind: Kind, backward: Sequence[float]
-    ) -> None:
+    def _scattered(self, step: StepTime, layout: TrainingLayout, backward: Sequence[float]) -> None:
         """A backward pass of which each rank keeps its shard of the gradients."""
-        groups, launched = self._groups(layout), _InFlight(step, kind)
-        left = 0
+        groups = self._groups(layout)
         for block in reversed(range(len(backward))):
             step.compute(backward[block])
-            while left < len(groups) and groups[left][1] >= block:
-                launched.add(_sent(layout, groups[left][0], gradients=True))
-                left += 1
+            while groups and groups[0][1] >= block:
+                step.launch_shard("scatter", _sent(layout, groups.pop(0)[0], gradients=True))
         self._shard_flags(step)
-        launched.wait()
+        step.wait_for_shards()
 
     @property
     def _flag_bytes(self) -> int:
         return 4 * (ControlFlags.size(len(self._named)) + Sums.SIZE)
 
     def _shard_flags(self, step: StepTime) -> None:
-        if step.cycles:
+        if step.flags:
             step.wait(step.launch("allreduce", self._flag_bytes))
 
     def _sharded_parameters(
-        self,
-        step: StepTime,
-        layout: TrainingLayout,
-        kind: Kind,
-        forward: Sequence[float],
-        backward: Sequence[float],
+        self, step: StepTime, layout: TrainingLayout, forward: Sequence[float], backward: Sequence[float]
     ) -> None:
         """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
         shards = Layout(layout.replicas)
@@ -305,7 +290,6 @@ class ModelSizes:
             // layout.tensor
             for unit in found
         ]
-        launched = _InFlight(step, kind)
         unit_of = {self._block_of[id(unit.parameters[0])]: number for number, unit in enumerate(found[:-1])}
 
         def seconds_of(blocks: Sequence[float]) -> list[float]:
@@ -316,29 +300,26 @@ class ModelSizes:
                 seconds[unit] += each
             return seconds
 
-        def through(order: Sequence[int], seconds: Sequence[float], after: Callable[[int], None]) -> None:
+        def through(order: Sequence[int], seconds: Sequence[float], scattered: bool) -> None:
             gathered = step.launch("all_gather", _sent(layout, units[order[0]]))
-            for place, unit in enumerate(order):
+            for unit, following in zip_longest(order, order[1:]):
                 step.wait(gathered)
-                if place + 1 < len(order):
-                    gathered = step.launch("all_gather", _sent(layout, units[order[place + 1]]))
+                if following is not None:
+                    gathered = step.launch("all_gather", _sent(layout, units[following]))
                 step.compute(seconds[unit])
-                after(unit)
+                if scattered:
+                    step.launch_shard("scatter", _sent(layout, units[unit], gradients=True))
 
         step.wait(step.launch("all_gather", _sent(layout, root)))
         if units:
             numbers = range(len(units))
-            through(numbers, seconds_of(forward), lambda unit: None)
-            through(
-                numbers[::-1],
-                seconds_of(backward),
-                lambda unit: launched.add(_sent(layout, units[unit], gradients=True)),
-            )
+            through(numbers, seconds_of(forward), scattered=False)
+            through(numbers[::-1], seconds_of(backward), scattered=True)
         else:
             step.compute(sum(forward) + sum(backward))
-        launched.add(_sent(layout, root, gradients=True))
+        step.launch_shard("scatter", _sent(layout, root, gradients=True))
         self._shard_flags(step)
-        launched.wait()
+        step.wait_for_shards()
 
     def _averages(self, step: StepTime, layout: TrainingLayout) -> None:
         for seconds in (*self.forward, *self.backward) * layout.every:
@@ -354,7 +335,7 @@ class ModelSizes:
         # Last the distances of the ranks from the mean.
         step.wait(*gathers[-2:], step.launch("all_gather", numbers))
 
-    def _stages(self, step: StepTime, way: str, layout: TrainingLayout) -> None:
+    def _stages(self, step: StepTime, layout: TrainingLayout) -> None:
         """The stage that ends last, the first: what it computes and waits for, then a message for each other stage, twice."""
         count = layout.micro_batches
         forward, backward = self.cuts or (
@@ -373,11 +354,11 @@ class ModelSizes:
             for _ in range(count):
                 self._exchanges(step, layout)
         blocks = [(last.end - last.start) / self._blocks] * self._blocks
-        if way in ("gradients", "parameters"):
-            self._scattered(step, layout, "scatter", blocks)
+        if layout.shard in ("gradients", "parameters"):
+            self._scattered(step, layout, blocks)
         else:
-            self._reduced(step, layout, blocks, "allreduce")
-        if way == "parameters":  # gathered for both passes of each micro-batch
+            self._reduced(step, layout, blocks)
+        if layout.shard == "parameters":  # gathered for both passes of each micro-batch
             for _ in range(2 * count):
                 self._gather_weights(step, layout)
 
@@ -399,22 +380,3 @@ def _sent(layout: TrainingLayout, nbytes: int, gradients: bool = False) -> int:
 @functools.lru_cache(maxsize=1)
 def _schedule(stages: int, micro_batches: int) -> Schedule:
     return make_schedule("1f1b", stages, micro_batches)
-
-
-class _InFlight:
-    """Reduce-scatters or gathers, of which this library has few under way at a time."""
-
-    def __init__(self, step: StepTime, kind: Kind) -> None:
-        self._step, self._kind = step, kind
-        self._sent: list[tuple[float, int]] = []
-
-    def add(self, nbytes: int) -> None:
-        while self._step.cycles and len(self._sent) >= IN_FLIGHT:
-            if nbytes + sum(size for _, size in self._sent) <= SMALL_BYTES:
-                break
-            self._step.wait(self._sent.pop(0)[0])
-        self._sent.append((self._step.launch(self._kind, nbytes), nbytes))
-
-    def wait(self) -> None:
-        self._step.wait(*(end for end, _ in self._sent))
-        self._sent.clear()

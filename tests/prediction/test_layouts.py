@@ -28,7 +28,6 @@ from hvd_ckpt.planning.step import Sample
 from hvd_ckpt.prediction import links
 from hvd_ckpt.prediction.computation import counted, measured
 from hvd_ckpt.prediction.layouts import Job, nbytes_of
-from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.training_layout import LayoutRow, TrainingLayout
 from hvd_ckpt.processes import ancestry, runtime, watchdog
@@ -164,10 +163,10 @@ def test_layouts_that_change_results_are_asked_for() -> None:
 
 
 def test_processors_that_collectives_share_with_computation_hide_nothing() -> None:
-    whole = job(4000, network=Network(local=4, bandwidth=1e9))
+    whole = Network(local=4, bandwidth=1e9)
     alone, crowded, busy = (
-        by_name(dataclasses.replace(whole, sharing=Sharing(*shared)).rows())["shard parameters"].seconds
-        for shared in ((1.0, 1.0), (2.0, 1.0), (1.0, 0.0))
+        by_name(rows_for(4000, dataclasses.replace(whole, **shared)))["shard parameters"].seconds
+        for shared in ({}, {"crowding": 2.0}, {"hidden": 0.0})
     )
     assert alone < min(crowded, busy)
 
@@ -258,9 +257,18 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
         ({"ranks": 0}, "ranks must be a number from 1, not 0"),
         ({"batch": 2.5}, r"batch must be a number from 1, not 2\.5"),
         ({"tflops": 0}, "tflops must be > 0, not 0"),
+        ({"network": 25}, "network must be a .*Network, not 25"),
     ):
         with pytest.raises(ValueError, match=says):
             hc.layouts(model, make_sample, **{"batch": 64, "memory": "400MiB", "ranks": 8, **wrong})
+
+
+def test_a_model_with_weights_is_predicted_like_one_without() -> None:
+    def make_sample(count: int) -> torch.Tensor:
+        return torch.zeros(count, SIZES["length"], dtype=torch.long)
+
+    rows = hc.layouts(gpt(**SIZES), make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
+    assert {row.layout: row.peak for row in rows} == {row.layout: row.peak for row in rows_for(400)}
 
 
 CLUSTER = Settings(memory="1GiB", ranks=4, local=2)

@@ -75,6 +75,10 @@ def test_thousands_of_ranks_take_no_memory_here_and_little_there():
     assert shares == pytest.approx([16, 8, 4, 16 / 4096], rel=0.15)  # shards are padded
 
 
+def test_without_a_sample_a_model_stays_where_it_is():
+    assert hc.estimate_memory(meta_model(), 2, device="cpu") == hc.estimate_memory(meta_model(), 2)
+
+
 def test_averages_of_local_sgd_take_an_anchor_and_each_rank_a_part_of_the_outer_optimizer():
     model = meta_model()
     count = numel(model)
@@ -138,6 +142,8 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2,), {"local": {"evry": 4}}, "no argument of local 'evry': did you mean 'every'?"),
         ((2,), {"local": 5}, "local must be a dict of arguments of LocalSGD, not 5"),
         ((2,), {"local": {"outer": 3}}, "outer must make an optimizer of parameters, not 3"),
+        ((2,), {"local": {"outer": lambda parameters: 3}}, "outer must make an optimizer of parameters"),
+        ((2,), {"device": "tpu"}, "device 'tpu': give cpu, cuda, or cuda:N"),
         ((2,), {"local": {"delay": 101}}, "delay=101 must be at most every=100"),
         ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),

@@ -13,6 +13,7 @@ from horovod.torch import mpi_ops
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from benchmarks.ways import step_in
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes
@@ -60,7 +61,7 @@ def test_a_step_sends_what_follows_from_sizes(way: str) -> None:
     torch.manual_seed(0)
     model = gpt(**GPT, checkpoint_interval=1)
     sizes = ModelSizes(model, [0.0] * len(model), [0.0] * len(model), cap=CAP_MB << 20)
-    predicted = sizes.step(way, TrainingLayout(hc.size(), every=EVERY), Network()).operations
+    predicted = step_in(way, sizes, TrainingLayout(hc.size(), every=EVERY), Network()).operations
     bare, named = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.named_parameters())
     if way == "local":
         optimizer: Any = hc.LocalSGD(bare, named_parameters=named, every=EVERY)
