@@ -29,10 +29,10 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.grid import Grid
 from hvd_ckpt.processes.links import (
     GRACE_SECONDS,
     NO_LIMIT,
-    LinkedGrid,
     StageFailed,
     gloo_group,
     noticing_ends,
@@ -67,7 +67,7 @@ class DeviceLink:
         may_connect: whether no two members share a GPU, or NCCL may share it; None before :meth:`connect`.
     """
 
-    def __init__(self, grid: LinkedGrid, members: Iterable[int], name: str) -> None:
+    def __init__(self, grid: Grid, members: Iterable[int], name: str) -> None:
         assert grid.store is not None
         self.device = "cuda" if grid.backend == "nccl" else "cpu"
         self._grid, self._members = grid, list(members)
@@ -254,7 +254,7 @@ class DeviceLink:
             raise StageFailed(self._failure)
 
 
-def add_links(grid: LinkedGrid) -> None:
+def add_links(grid: Grid) -> None:
     """Gives a grid the links of its GPUs, if all processes of the job have the backend for them."""
     watchdog.look_every_second()
     if grid.store is None:

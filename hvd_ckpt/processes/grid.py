@@ -12,17 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
+import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.launchers import is_elastic
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from hvd_ckpt.processes.device_link import DeviceLink
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
@@ -43,6 +47,8 @@ class Grid:
         link: messages between all processes, where there are several stages or parts.
         alone: this process measures by itself, see :func:`.parts.alone`.
         stage_link, part_link: messages of devices between the stages of a replica, and the parts of a layer.
+        backend: of PyTorch, which all processes have for messages of their device's tensors; an empty string if they have none.
+        store, address: for such groups, where there is a backend, and where this process listens.
     """
 
     stages: int
@@ -58,6 +64,9 @@ class Grid:
     link: MpiLink | GlooLink | None = None
     stage_link: DeviceLink | None = None
     part_link: DeviceLink | None = None
+    backend: str = ""
+    store: Store | None = None
+    address: str = ""
 
     @property
     def size(self) -> int:
@@ -87,7 +96,7 @@ class Grid:
         words += [f"part {part}"] if self.tensor > 1 else []
         return f"{', '.join(words)} (rank {process}{host})"
 
-    # Messages between processes of a job; :class:`.links.LinkedGrid` has them where there are several stages or parts.
+    # Messages between processes of a job. A process without links is the only one, or measures as if it were.
 
     def gather(self, values: Tensor, stages: bool = True, parts: bool = True) -> list[Tensor]:
         """The values (of one dtype and length everywhere) of every stage and part of this replica, ordered by stage, then part.
@@ -99,11 +108,27 @@ class Grid:
         Raises:
             StageFailed: another stage or part has ended by an error.
         """
-        return [values]
+        if self.link is None:
+            return [values]
+        others = [
+            self.process(stage, part=part)
+            for stage in (range(self.stages) if stages else [self.stage])
+            for part in (range(self.tensor) if parts else [self.part])
+        ]
+        rows = [values if other == self.number else torch.empty_like(values) for other in others]
+        received = {other: row.view(torch.uint8) for other, row in zip(others, rows) if other != self.number}
+        self.exchange(dict.fromkeys(received, values.contiguous().view(torch.uint8)), received, GATHER_TAG)
+        return rows
 
     def gather_objects(self, value: Any, stages: bool = True, parts: bool = True) -> list[Any]:
         """The same for a picklable value."""
-        return [value]
+        if self.link is None:
+            return [value]
+        # gather() carries values of one length: first the sizes, then the pickles, padded to the largest one.
+        content = pickle.dumps(value)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]), stages, parts)]
+        padded = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
+        return [pickle.loads(row.numpy().tobytes()) for row in self.gather(padded, stages, parts)]
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> None:
         """Sends bytes to other processes, which receive as many from this one, by their numbers. Collective over them.
@@ -111,16 +136,33 @@ class Grid:
         Raises:
             StageFailed: another process has ended by an error.
         """
+        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to
+        # send. Receives come first: what arrives has its place then.
+        link: Any = self.link
+        requests = [(link.receive(memory, other, tag), other) for other, memory in received.items()]
+        requests += [(link.send(memory, other, tag), other) for other, memory in sent.items()]
+        for request, other in requests:
+            link.wait(request, f"values of {self.name(other)}", other)
 
     def on_any_stage(self, happened: bool) -> bool:
         """Whether something has happened on some stage or part of this replica. Collective over these."""
-        return happened
+        return any(bool(stage) for stage in self.gather(torch.tensor([bool(happened)])))
 
     def of_all(self, replicas: list[Any]) -> list[Any]:
         """The values of all processes, by process number, from those of the replicas of each stage and part. Collective over the
         stages and parts of a replica.
         """
-        return replicas
+        # Two stages with two replicas each have processes 0 to 3:
+        #
+        #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
+        #   worlds     on all:     [[v0, v1], [v2, v3]]
+        worlds = self.gather_objects(replicas)
+        return [
+            world[replica]
+            for start in range(0, len(worlds), self.tensor)
+            for replica in range(len(replicas))
+            for world in worlds[start : start + self.tensor]
+        ]
 
 
 _grid: Grid | None = None
@@ -128,9 +170,12 @@ _pretended: Grid | None = None
 
 
 def current() -> Grid:
+    """The grid of this job, or within :func:`pretending` the one that is given there."""
+    return of_job() if _pretended is None else _pretended
+
+
+def of_job() -> Grid:
     """The grid of this job: that of ``hvd_ckpt.init(stages=...)``, or one stage with all ranks of Horovod."""
-    if _pretended is not None:
-        return _pretended
     if not hvd.is_initialized():  # or not any more
         return Grid(1, 1, 0, 0)
     return _grid or Grid(

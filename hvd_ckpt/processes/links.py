@@ -15,12 +15,10 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousServer
 from torch import Tensor
@@ -28,7 +26,7 @@ from torch.distributed import ProcessGroupGloo, Store, TCPStore  # type: ignore[
 
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.devices import message_backend
-from hvd_ckpt.processes.grid import FAILURE_TAG, GATHER_TAG, Grid, set_current
+from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
 from hvd_ckpt.processes.hosts import LOOPBACK, Peer
 from hvd_ckpt.processes.launchers import GLOO_ADDRESS, is_elastic, whole_in
 from hvd_ckpt.processes.near import Listener, NearLink, PeerEnded
@@ -52,65 +50,6 @@ class StageFailed(RuntimeError):
     """Another process of the job has raised an error or ended, so this one ends with it."""
 
     raised_elsewhere = True  # for hvd_ckpt.processes.uncaught: that process shows the traceback
-
-
-@dataclass
-class LinkedGrid(Grid):
-    """The grid of a job with several stages or parts, whose processes send each other messages.
-
-    Attributes:
-        backend: of PyTorch, which all processes have for messages of their device's tensors; an empty string if they have none.
-        store, address: for such groups, where there is a backend, and where this process listens.
-        horovod: arguments and environment that Horovod starts with.
-    """
-
-    backend: str = ""
-    store: Store | None = None
-    address: str = ""
-    horovod: dict[str, Any] = field(default_factory=dict)
-
-    def gather(self, values: Tensor, stages: bool = True, parts: bool = True) -> list[Tensor]:
-        others = [
-            self.process(stage, part=part)
-            for stage in (range(self.stages) if stages else [self.stage])
-            for part in (range(self.tensor) if parts else [self.part])
-        ]
-        rows = [values if other == self.number else torch.empty_like(values) for other in others]
-        received = {other: row.view(torch.uint8) for other, row in zip(others, rows) if other != self.number}
-        self.exchange(dict.fromkeys(received, values.contiguous().view(torch.uint8)), received, GATHER_TAG)
-        return rows
-
-    def gather_objects(self, value: Any, stages: bool = True, parts: bool = True) -> list[Any]:
-        # gather() carries values of one length: first the sizes, then the pickles, padded to the largest one.
-        content = pickle.dumps(value)
-        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]), stages, parts)]
-        padded = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
-        return [pickle.loads(row.numpy().tobytes()) for row in self.gather(padded, stages, parts)]
-
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> None:
-        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to
-        # send. Receives come first: what arrives has its place then.
-        link: Any = self.link
-        requests = [(link.receive(memory, other, tag), other) for other, memory in received.items()]
-        requests += [(link.send(memory, other, tag), other) for other, memory in sent.items()]
-        for request, other in requests:
-            link.wait(request, f"values of {self.name(other)}", other)
-
-    def on_any_stage(self, happened: bool) -> bool:
-        return any(bool(stage) for stage in self.gather(torch.tensor([bool(happened)])))
-
-    def of_all(self, replicas: list[Any]) -> list[Any]:
-        # Two stages with two replicas each have processes 0 to 3:
-        #
-        #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
-        #   worlds     on all:     [[v0, v1], [v2, v3]]
-        worlds = self.gather_objects(replicas)
-        return [
-            worlds[stage * self.tensor + part][replica]
-            for stage in range(self.stages)
-            for replica in range(self.replicas)
-            for part in range(self.tensor)
-        ]
 
 
 class MpiLink:
@@ -239,12 +178,15 @@ def noticing_ends(who: str) -> Iterator[None]:
         raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
 
 
-def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> LinkedGrid:
+def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> tuple[Grid, Any, dict[str, str]]:
     """Finds this process's place, and links all processes; before Horovod starts. Collective.
 
     Args:
         stages, tensor: how many stages, and parts of a layer.
         mpi: imports mpi4py's ``MPI``; None in a job over Gloo.
+
+    Returns:
+        The grid, and what Horovod starts with: a communicator of MPI or None, and environment variables.
 
     Raises:
         ValueError: ``stages`` or ``tensor`` is not a number from 1, or their product does not divide np; on every process.
@@ -256,13 +198,17 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Linked
     given = {"stages": stages if stages > 1 else None, "tensor": tensor if tensor > 1 else None}
     if reason := refusal({**given, ELASTIC: is_elastic()}, argument):
         raise RuntimeError(f"init(): {reason}")
-    grid = _over_mpi(stages, tensor, mpi()) if mpi is not None else _over_gloo(stages, tensor)
+    comm, environment = None, dict[str, str]()
+    if mpi is not None:
+        grid, comm = _over_mpi(stages, tensor, mpi())
+    else:
+        grid, environment = _over_gloo(stages, tensor)
     set_current(grid)
     watchdog.introduce(grid.peers, grid.number)
-    return grid
+    return grid, comm, environment
 
 
-def _place(stages: int, tensor: int, process: int, processes: int) -> LinkedGrid:
+def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
     each = stages * tensor
     if processes % each:
         asked = {name: number for name, number in (("stages", stages), ("tensor", tensor)) if number > 1}
@@ -273,13 +219,13 @@ def _place(stages: int, tensor: int, process: int, processes: int) -> LinkedGrid
         )
     replicas = processes // each
     row, part = divmod(process, tensor)
-    return LinkedGrid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
+    return Grid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
 
 
 # ------------------------------------------------------------------------------------------------------------ MPI
 
 
-def _over_mpi(stages: int, tensor: int, mpi: Any) -> LinkedGrid:
+def _over_mpi(stages: int, tensor: int, mpi: Any) -> tuple[Grid, Any]:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
@@ -303,8 +249,7 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> LinkedGrid:
         grid.address = next(iter(grid.peers[grid.number].addresses), LOOPBACK)
         grid.store = _store(grid.number, grid.address, lambda place: world.bcast(place, 0))
     # The replicas of one stage and part, in the order of replicas, which so become Horovod's ranks.
-    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
-    return grid
+    return grid, mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)
 
 
 def _finalize(mpi: Any) -> None:
@@ -343,9 +288,9 @@ def _get(store: Store, key: str) -> Any:
         return pickle.loads(store.get(key))  # of a process of this job
 
 
-def _over_gloo(stages: int, tensor: int) -> LinkedGrid:
+def _over_gloo(stages: int, tensor: int) -> tuple[Grid, dict[str, str]]:
     if GLOO_ADDRESS not in os.environ:
-        return _place(stages, tensor, 0, 1)
+        return _place(stages, tensor, 0, 1), {}
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
     grid = _place(stages, tensor, process, processes)
     grid.local_rank = whole_in("HOROVOD_LOCAL_RANK") or 0
@@ -359,7 +304,7 @@ def _over_gloo(stages: int, tensor: int) -> LinkedGrid:
         _put(store, "all ranks", [_get(store, f"rank {other}") for other in range(processes)])
     everyone = _get(store, "all ranks")
     grid.peers = [peer for peer, *_ in everyone]
-    grid.horovod = {"environment": _world_environment(grid, store)}
+    environment = _world_environment(grid, store)
     with watchdog.waiting("all ranks to connect"):
         group = gloo_group(store, process, processes, grid.address)  # here everyone listens
     grid.backend = _common(backend for *_, backend in everyone)
@@ -368,10 +313,10 @@ def _over_gloo(stages: int, tensor: int) -> LinkedGrid:
     names = {other: name for other, (_, host, name, _) in enumerate(everyone) if host == near.host}
     with watchdog.waiting("all ranks of this host to connect"):
         grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)
-    return grid
+    return grid, environment
 
 
-def _world_environment(grid: LinkedGrid, store: Store) -> dict[str, str]:
+def _world_environment(grid: Grid, store: Store) -> dict[str, str]:
     """The environment that a launcher would set if the replicas of this process's stage and part were the whole job."""
     key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:

@@ -208,13 +208,12 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
 
     given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
     check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
-    grid = links.enter(stages, mpi.import_mpi if _starts_over_mpi() else None, tensor)
-    if "comm" in grid.horovod:
-        kwargs["comm"] = grid.horovod["comm"]
+    grid, comm, world = links.enter(stages, mpi.import_mpi if _starts_over_mpi() else None, tensor)
+    if comm is not None:
+        kwargs["comm"] = comm
     device_link.add_links(grid)
     # Horovod reads rank and size from the environment as it starts: those of the stage's own world. Afterwards they are those of
     # the whole job again, as in launched_rank().
-    world = grid.horovod.get("environment", {})
     before = {name: os.environ[name] for name in world if name in os.environ}
     os.environ.update(world)
     try:

@@ -33,7 +33,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.processes.grid import current, host_name
+from hvd_ckpt.processes.grid import host_name, of_job
 from hvd_ckpt.processes.launchers import is_elastic, launched_rank
 from hvd_ckpt.utils.waits import awaited_in, looks
 
@@ -235,7 +235,7 @@ def who() -> str:
     """This process in words: its rank in the whole job, and its host."""
     rank = launched_rank()
     with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
-        rank = current().number if hvd.is_initialized() else rank
+        rank = of_job().number if hvd.is_initialized() else rank
     return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from forked import Case, Result, run_forked
 
-from hvd_ckpt.processes import hosts, watchdog
+from hvd_ckpt.processes import grid, hosts, parts, watchdog
 from hvd_ckpt.processes.ancestry import has_broken, launcher_chain
 from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
@@ -220,3 +220,10 @@ def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_refused_connections_count_as_answers_and_missing_machines_do_not() -> None:
     assert hosts.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}
+
+
+def test_a_rank_that_measures_as_another_one_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid.hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(grid, "_grid", grid.Grid(2, 2, 1, 1))
+    with parts.alone(2):
+        assert watchdog.who().startswith("rank 3 on host ")

@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.processes import device_link, parts, watchdog
-from hvd_ckpt.processes.grid import pretending
+from hvd_ckpt.processes.grid import Grid, pretending
 from hvd_ckpt.processes.hosts import Peer
-from hvd_ckpt.processes.links import LinkedGrid, StageFailed
+from hvd_ckpt.processes.links import StageFailed
 
 OTHER, TAG = 1, 20
 
@@ -94,12 +94,12 @@ def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     watchdog.look_every_second()
 
 
-def grid_of(simulation: Simulation, stages: int, tensor: int) -> LinkedGrid:
+def grid_of(simulation: Simulation, stages: int, tensor: int) -> Grid:
     for left in (groups, arrived, received):
         left.clear()
     Nccl.simulation = simulation
     peers = [Peer.here(number) for number in range(stages * tensor)]
-    grid = LinkedGrid(stages, 1, 0, 0, tensor=tensor, peers=peers, backend="nccl", store=HashStore())
+    grid = Grid(stages, 1, 0, 0, tensor=tensor, peers=peers, backend="nccl", store=HashStore())
     grid.link = Loopback(simulation)
     device_link.add_links(grid)
     return grid
