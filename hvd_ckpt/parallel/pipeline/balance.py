@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -103,37 +104,33 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
         cost: takes the number of a part, its first block and the block after its last. It returns a number, or inf if that part is
             impossible.
     """
-    # From the last part backward, with the number of parts that are left:
+
+    # least(part, start) = min over end of max(cost(part, start, end), least(part + 1, end))
     #
-    #     least(left, start) = min over end of max(cost(part, start, end), least(left - 1, end))
-    #
-    # least[start] holds it for the present number, and ends[-1][start] the best end.
-    #
-    # An example: costs 3 1 1 3 and two parts. The last part alone, from block 1, 2 or 3 on, costs 5, 4
-    # or 3. With two parts left, block 0 starts the first one: end 1 costs max(3, 5), end 2 costs
-    # max(4, 4), end 3 costs max(5, 3). So the cut is before block 2.
-    least = [cost(parts - 1, start, count) if start >= parts - 1 else math.inf for start in range(count)] + [
-        math.inf
-    ]
-    ends = []
-    for left in range(2, parts + 1):
-        best = [math.inf] * (count + 1)
-        end_of = list(range(1, count + 2))
-        for start in range(parts - left, count - left + 1 if left < parts else 1):
-            for end in range(start + 1, count - left + 2):
-                # The rest alone is no better than the best so far. Skipped before cost() is called, which may run a solver.
-                if least[end] >= best[start]:
-                    continue
-                longest = max(cost(parts - left, start, end), least[end])
-                if longest < best[start]:
-                    best[start], end_of[start] = longest, end
-        least = best
-        ends.append(end_of)
+    # An example: costs 3 1 1 3 and two parts. The last part alone, from block 1, 2 or 3 on, costs 5, 4 or 3. So with the
+    # first one, end 1 costs max(3, 5), end 2 costs max(4, 4), end 3 costs max(5, 3), and the cut is before block 2.
+    @functools.cache
+    def least(part: int, start: int) -> tuple[float, int]:
+        """The cost of the most expensive part from this one on, and the end of this one."""
+        if part == parts - 1:
+            return cost(part, start, count), count
+        longest, best_end = math.inf, start + 1
+        for end in range(start + 1, count - parts + part + 2):
+            rest, _ = least(part + 1, end)
+            # The rest alone is no better than the best so far. Skipped before cost() is called, which may run a solver.
+            if rest >= longest:
+                continue
+            found = max(cost(part, start, end), rest)
+            if found < longest:
+                longest, best_end = found, end
+        return longest, best_end
+
     balance, start = [], 0
-    for end_of in reversed(ends):
-        balance.append(end_of[start] - start)
-        start = end_of[start]
-    return [*balance, count - start], least[0]
+    for part in range(parts):
+        _, end = least(part, start)
+        balance.append(end - start)
+        start = end
+    return balance, least(0, 0)[0]
 
 
 def cuts_of(plan: Plan, stages: int, given: dict[str, Any]) -> PipelinePlan:
@@ -143,9 +140,12 @@ def cuts_of(plan: Plan, stages: int, given: dict[str, Any]) -> PipelinePlan:
         given: the other arguments of the pipeline, which must not include what the plan gives.
 
     Raises:
+        TypeError: it is not a plan.
         PlanError: the plan has no stages or another number of stages.
         ValueError: an argument is given that the plan gives.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a plan of hc.plan(), got {plan!r}")
     if plan.pipeline is None:
         raise PlanError(
             "The plan was made without stages: make one with hc.plan(..., layout=hc.StageLayout(hc.grid().stages))."

@@ -201,8 +201,14 @@ def fields_of(part: Any) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
     """Positional inputs, targets and shared keyword arguments of a micro-batch."""
     if hasattr(part, "inputs"):
         return part.inputs, part.targets, part.shared
-    inputs, targets, *rest = part
-    return inputs if isinstance(inputs, tuple) else (inputs,), targets, rest[0] if rest else {}
+    shared = part[2] if isinstance(part, (tuple, list)) and len(part) == 3 else {}
+    if not isinstance(part, (tuple, list)) or len(part) not in (2, 3) or not isinstance(shared, dict):
+        raise TypeError(
+            f"a batch of a pipeline is a Batch, (inputs, targets) or (inputs, targets, dict of shared arguments), got a "
+            f"{type(part).__name__}"
+        )
+    inputs = part[0] if isinstance(part[0], tuple) else (part[0],)
+    return inputs, part[1], shared
 
 
 def concatenated(outputs: Sequence[Any]) -> Any:

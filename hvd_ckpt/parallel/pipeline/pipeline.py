@@ -230,6 +230,8 @@ class Pipeline(nn.Module):
             hvd_ckpt.processes.links.StageFailed: another stage has failed.
         """
         with self._failing_together():
+            if not callable(loss_fn):
+                raise TypeError(f"loss_fn must be a function of output and targets, got {loss_fn!r}")
             parts = split_batch(batch, self.micro_batches)
             terms = [terms_of(part, weight) for part in parts]
             micro_batches = self._micro_batches(parts, terms)

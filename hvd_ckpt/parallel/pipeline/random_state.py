@@ -57,7 +57,12 @@ def seed_blocks(model: Model) -> Model:
 
     Returns:
         ``model``.
+
+    Raises:
+        TypeError: the model is not a chain.
     """
+    if not isinstance(model, nn.Sequential):
+        raise TypeError(f"seed_blocks takes a chain or an nn.Sequential, got {type(model).__name__}")
     if _Enter(0).register(model):
         seed_each(list(model))
     return model

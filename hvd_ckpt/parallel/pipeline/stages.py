@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,6 @@ from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
 
 _POINTS = 512  # points of a frontier
-_SEARCH = 30  # steps of the bisection for the budget "min"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class StageLayout:
         for name, value in (("stages", self.stages), ("chunks", self.micro_batches)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a number from 1, got {value!r}")
+        if not isinstance(self.param_scale, (int, float)) or not 0 <= self.param_scale < math.inf:
+            raise ValueError(f"param_scale must be a number of at least 0, got {self.param_scale!r}")
         check_name(self.schedule, self.parts_of_stage)
 
     @property
@@ -365,14 +367,11 @@ class StagePlanner:
 
     def _min(self) -> int:
         longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
-        # Bisection: time falls as the budget grows. ``high`` always satisfies the limit of time.
+        # Time falls as the budget grows. ``high`` always satisfies the limit of time.
         low, high = self.smallest, max(self.smallest, *self.pipeline(math.inf)[0].memory)
-        if self._fastest(low)[1] <= longest:
-            return low
-        for _ in range(_SEARCH):
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fastest(middle)[1] <= longest else (middle, high)
-        return high
+        return low + bisect_left(
+            range(low, high), True, key=lambda budget: self._fastest(budget)[1] <= longest
+        )
 
 
 def _parts_of(balance: Iterable[int]) -> Iterator[tuple[int, int, int]]:

@@ -169,6 +169,17 @@ def test_what_does_not_fit_is_refused() -> None:
     pipeline = hc.Pipeline(model, chunks=4)
     with pytest.raises(TypeError, match="'surprise'"):
         pipeline(*batch.inputs, surprise=1)
+    with pytest.raises(TypeError, match="plan must be a plan of hc.plan"):
+        hc.Pipeline(jobs.transformer(), plan=3)
+    for given in ({"x": batch.inputs[0]}, (*batch.inputs, batch.targets, 3), batch.inputs[0]):
+        with pytest.raises(TypeError, match="a batch of a pipeline is"):
+            hc.Pipeline(jobs.transformer(), chunks=4).accumulate(given, F.mse_loss)
+    with pytest.raises(TypeError, match="loss_fn must be a function"):
+        hc.Pipeline(jobs.transformer(), chunks=4).accumulate(batch, None)
+    linear = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="Linear"):
+        hc.seed_blocks(linear)
+    assert not linear._forward_pre_hooks
 
 
 def test_a_model_with_skips_is_not_planned() -> None:

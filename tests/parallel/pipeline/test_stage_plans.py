@@ -241,8 +241,14 @@ def test_models_without_a_chain_of_blocks_are_refused(quick_planner: None) -> No
     for stages in (3, 1 << 20):  # refused before a schedule of all stages is made
         with pytest.raises(ValueError, match="2 blocks"):
             hc.plan(nn.Sequential(Layer(), Layer()), x, layout=hc.StageLayout(stages))
-    for wrong in ({"stages": 0}, {"chunks": 0}, {"schedule": "2f2b"}, {"virtual_stages": 2}):
-        with pytest.raises(ValueError, match="stages|chunks|schedule|virtual"):
+    for wrong in (
+        {"stages": 0},
+        {"chunks": 0},
+        {"schedule": "2f2b"},
+        {"virtual_stages": 2},
+        {"param_scale": "4"},
+    ):
+        with pytest.raises(ValueError, match="stages|chunks|schedule|virtual|param_scale"):
             hc.StageLayout(**{"stages": 2, **wrong})
 
 
