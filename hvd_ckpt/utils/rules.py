@@ -170,6 +170,7 @@ RULES: tuple[Rule, ...] = (
         (APEX, "Apex wants whole gradients", "use precision fp16 or bf16"),
         ("comm", "it makes the communicators of its replicas itself"),
         ("an optimizer that is made already", "it has the parameters of the whole model", "give its class"),
+        ("dropout of channels or alpha dropout", "its random numbers cannot be split", "use dropout"),
         ("dropout of attention with enable_gqa", "its heads cannot be split", "repeat keys and values instead"),
         ("max_norm, sparse or scale_grad_by_freq", "an embedding with them cannot be split", "leave them out"),
     )),

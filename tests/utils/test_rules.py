@@ -257,6 +257,7 @@ ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split mode
     ("virtual_stages of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("join()", "process_set"): "tests/reduction/test_apart.py",
     ("Snapshots", "an optimizer of a process set"): "tests/snapshots/test_refusals.py",
+    ("tensor", "dropout of channels or alpha dropout"): "tests/parallel/tensor/test_cuts.py",
     ("tensor", "dropout of attention with enable_gqa"): "tests/helpers/scripts/tensor_modes.py",
     ("tensor", "max_norm, sparse or scale_grad_by_freq"): "tests/helpers/scripts/tensor_modes.py",
     ("checkpoint(partition=True)", "tensor_parallel(sequence=True)"): "tests/helpers/scripts/tensor_modes.py",

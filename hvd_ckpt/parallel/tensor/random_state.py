@@ -8,7 +8,6 @@ numbers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from hvd_ckpt.parallel.tensor.functions import POSITIONS, SCORES, SHARE
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.rules import check
 
-_SATURATION = 1.7580993408473766  # minus the limit of SELU, in PyTorch's digits
 _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, queries, keys)
 
 
@@ -42,34 +40,25 @@ def _dropout(
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
-    channels: bool = False,
-    alpha: bool = False,
 ) -> Tensor:
     if not training or p == 0.0:
         return input
-    mask = _mask(part, input, p, channels)
-    if alpha:
-        # What is dropped becomes the value to which SELU saturates; then mean and variance are as before (Klambauer et al., 2017).
-        scale = ((_SATURATION**2 * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        result = (input * mask - _SATURATION * (1 - mask) + _SATURATION * p) * scale
-    else:
-        result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
+    mask = _mask(part, input, p)
+    result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
     return input.copy_(result) if inplace else result
 
 
-def _alpha_dropout(
-    part: Part, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **kind: bool
+def _refused(
+    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    return _dropout(part, input, p, training, inplace, alpha=True, **kind)
+    check({"tensor": True, "dropout of channels or alpha dropout": training and p > 0.0})
+    return input
 
 
-def _mask(part: Part, x: Tensor, p: float, channels: bool = False) -> Tensor:
+def _mask(part: Part, x: Tensor, p: float) -> Tensor:
     """This part's slice of a mask of the whole: zeros with probability ``p``, and ones.
 
     It is drawn in the order of memory of ``x``, as dropout on a CPU draws it.
-
-    Args:
-        channels: whether there is one number for each sample and channel, the first two dimensions of ``x``.
     """
     grid = current()
     if part.kind & SCORES and x.dim() == 3:
@@ -80,20 +69,16 @@ def _mask(part: Part, x: Tensor, p: float, channels: bool = False) -> Tensor:
                 f"dropout of scores of attention of shape {tuple(x.shape)} cannot be split over parts, since the number of heads "
                 f"is not known; give scores of shape (batch, heads, queries, keys)"
             )
-        return _mask(part, x.view(batch, -1, *x.shape[1:]), p, channels).flatten(0, 1)
+        return _mask(part, x.view(batch, -1, *x.shape[1:]), p).flatten(0, 1)
     last = x.dim() - 1
     dim = POSITIONS if part.kind == SHARE else _HEADS if x.dim() == 4 else last
-    if channels:
-        x = x.new_empty([*x.shape[:2], *[1] * (x.dim() - 2)])
-    count = grid.tensor if dim < 2 or not channels else 1
-    extent = x.shape[dim]
-    strides = x.stride()
+    extent, strides = x.shape[dim], x.stride()
     # The dimensions from the outermost in memory to the innermost. Those of a tensor that was (batch, positions,
     # heads, width) and is transposed to (batch, heads, positions, width) are 0, 2, 1, 3.
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    whole = x.new_empty([x.shape[d] * (count if d == dim else 1) for d in order])
+    whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)
-    slice_ = whole.narrow(order.index(dim), grid.part * extent if count > 1 else 0, extent)
+    slice_ = whole.narrow(order.index(dim), grid.part * extent, extent)
     return slice_.permute([order.index(d) for d in range(x.dim())])
 
 
@@ -136,11 +121,11 @@ def _attention(
 DRAWS: dict[Any, Callable[..., Tensor]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,
-    functional.dropout1d: functools.partial(_dropout, channels=True),
-    functional.dropout2d: functools.partial(_dropout, channels=True),
-    functional.dropout3d: functools.partial(_dropout, channels=True),
-    functional.alpha_dropout: _alpha_dropout,
-    functional.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
+    functional.dropout1d: _refused,
+    functional.dropout2d: _refused,
+    functional.dropout3d: _refused,
+    functional.alpha_dropout: _refused,
+    functional.feature_alpha_dropout: _refused,
     functional.scaled_dot_product_attention: _attention,
 }
 """What replaces a function of tensors that are not whole; its first argument is a :class:`Part`."""

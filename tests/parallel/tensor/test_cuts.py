@@ -128,6 +128,17 @@ def test_dropout_of_a_part_is_that_of_the_whole(p: float, here: tuple[int, int])
     assert attended.isfinite().all() and attended.any() == (p < 1)
 
 
+@pytest.mark.parametrize(
+    "module", [nn.AlphaDropout(), nn.FeatureAlphaDropout(), nn.Dropout1d(), nn.Dropout2d()]
+)
+def test_dropout_that_cannot_be_split_is_refused(module: nn.Module) -> None:
+    features = torch.randn(3, 4, 8)
+    with pretending(Grid(1, 1, 0, 0, tensor=2)), Region(SPLIT):
+        assert torch.equal(module.eval()(features), features)
+        with pytest.raises(ValueError, match="dropout of channels or alpha dropout"):
+            module.train()(features)
+
+
 @pytest.mark.parametrize("cut", [Cut(0, 8), Cut(1, 8), Cut(0, 12, 3), Cut(0, 9)])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_state_of_any_number_of_parts_is_cut_anew(
