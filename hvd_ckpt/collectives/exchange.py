@@ -37,10 +37,8 @@ class Traffic:
     """
 
     sent: Counter[Kind] = field(default_factory=Counter)
-    calls: Counter[Kind] = field(default_factory=Counter)
 
     def count(self, kind: Kind, sent: int) -> None:
-        self.calls[kind] += 1
         self.sent[kind] += sent
 
 

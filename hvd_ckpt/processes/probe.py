@@ -62,15 +62,15 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
     The controller works if every rank was reached and every operation on CPU tensors gave the right numbers within
     ``timeout`` seconds. Nothing is raised: what went wrong is the result's ``reason``.
     """
-    launcher = find_launcher()
+    environment = launcher_environment()
+    launcher = shutil.which("horovodrun", path=environment["PATH"])
     if launcher is None:
         return ProbeResult(False, "horovodrun was not found next to this Python or on PATH")
+    # The ranks of a probe must not write over the timeline of a job.
+    environment.pop("HOROVOD_TIMELINE", None)
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_probe_") as folder:
         how = ["-np", str(ranks), f"--{controller}"]
-        command = [*launcher, *how, sys.executable, "-m", __spec__.name, folder]
-        environment = launcher_environment()
-        # The ranks of a probe must not write over the timeline of a job.
-        environment.pop("HOROVOD_TIMELINE", None)
+        command = [launcher, *how, sys.executable, "-m", __spec__.name, folder]
         log_file = Path(folder, "log.txt")
         start = time.monotonic()
         with Process(command, log_file, environment) as process:
@@ -87,15 +87,6 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
     operations = {device: _merge([answer[device] for answer in reached]) for device in reached[0]}
     failed = [f"{name}: {text}" for name, text in operations["cpu"].items() if text != "ok"]
     return ProbeResult(not failed, "; ".join(failed), seconds, operations)
-
-
-def find_launcher() -> list[str] | None:
-    """The command that starts ``horovodrun`` of this Python environment, else the one on PATH."""
-    beside = Path(sys.executable).parent / "horovodrun"
-    if beside.exists():
-        return [str(beside)]
-    program = shutil.which("horovodrun")
-    return [program] if program else None
 
 
 def launcher_environment() -> dict[str, str]:
