@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.collectives.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.distributed.precision import AUTOCAST
@@ -37,7 +36,7 @@ from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.unmaterialized import is_absent
+from hvd_ckpt.utils.unmaterialized import check_shapes, is_absent
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 
@@ -427,9 +426,8 @@ def _check_model(model: nn.Module, sample: object) -> None:
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError("the model has no parameter that is trained: unfreeze some")
+    check_shapes(parameters.items())
     for name, parameter in parameters.items():
-        if is_lazy(parameter):
-            raise ValueError(f"parameter '{name}' has no shape yet: run the model once before")
         if is_absent(parameter):
             raise ValueError(
                 f"parameter '{name}' is split over ranks already: estimate before DistributedOptimizer, or within its "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, identity_of, pytree
@@ -134,6 +135,13 @@ def is_split(parameter: torch.Tensor) -> bool:
 def is_absent(parameter: Any) -> bool:
     """Whether a parameter is split and not gathered, so that it has no values now."""
     return isinstance(parameter, Absent)
+
+
+def check_shapes(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError if a parameter is lazy and has no shape yet."""
+    for name, parameter in named:
+        if is_lazy(parameter):
+            raise ValueError(f"parameter '{name}' has no shape yet: run the model once before")
 
 
 def present(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.construction import check_stage, start_alike
 from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.unmaterialized import check_shapes
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def LocalSGD(
     try:
         options.check()
         named, _ = name_parameters(optimizer, options.named_parameters)
+        check_shapes(named)
         # Only for its error, which belongs to those that all ranks raise together below.
         assign_fragments([name for name, _ in named], fragments)
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below

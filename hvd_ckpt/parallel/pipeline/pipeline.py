@@ -52,6 +52,7 @@ from hvd_ckpt.utils.cuts import cut_of, mark
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
+from hvd_ckpt.utils.unmaterialized import check_shapes
 
 STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
 assert TIED_TAG < EXECUTION_TAG
@@ -159,6 +160,9 @@ class Pipeline(nn.Module):
             nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
         ):  # fmt: skip
             raise TypeError(f"Pipeline takes a chain or an nn.Sequential, got {type(model).__name__}")
+        if not len(model):
+            raise ValueError("Pipeline takes a chain of at least one block, got an empty one")
+        check_shapes(model.named_parameters())
         grid = grids.current()
         self._plan = planned = None if plan is None else cuts_of(plan, grid.stages, given)
         balance, chunks, schedule, checkpoint, virtual = given.values()

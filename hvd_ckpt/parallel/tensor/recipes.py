@@ -32,6 +32,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.unmaterialized import check_shapes
 
 Model = TypeVar("Model", bound=nn.Module)
 Recipe = Mapping[str, str]
@@ -116,6 +117,7 @@ def tensor_parallel(
     cuts: dict[str, dict[str, Cut]] = {}
     # Within parts.alone() one process stands for a part, and there is no other one to agree with.
     with contextlib.nullcontext() if grid.alone else errors_on_all("tensor_parallel"):
+        check_shapes(model.named_parameters())
         chosen = {name: kind for name, kind in _chosen(model, recipe) if sequence or kind != "block"}
         if sequence and "block" not in chosen.values():
             raise ValueError(

@@ -590,6 +590,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         change(state["local_sgd"])
         with pytest.raises(ValueError, match=said):
             run.optimizer.load_state_dict(state)
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="'0.weight' has no shape yet"):
+        hc.LocalSGD(torch.optim.SGD(lazy.parameters(), lr=0.1), lazy.named_parameters())
     with pytest.raises(ValueError, match="DistributedOptimizer already"):
         hc.LocalSGD(run.optimizer, run.model.named_parameters(), model=run.model)
     with pytest.raises(ValueError, match="-1"):

@@ -166,6 +166,9 @@ def test_what_does_not_fit_is_refused() -> None:
             hc.Pipeline(model, chunks=4, **arguments)
     with pytest.raises(TypeError, match="Linear"):
         hc.Pipeline(nn.Linear(2, 2), chunks=4)
+    for chain, message in (([], "at least one block"), ([nn.LazyLinear(2)], "'0.weight' has no shape yet")):
+        with pytest.raises(ValueError, match=message):
+            hc.Pipeline(nn.Sequential(*chain), chunks=4)
     pipeline = hc.Pipeline(model, chunks=4)
     with pytest.raises(TypeError, match="'surprise'"):
         pipeline(*batch.inputs, surprise=1)

@@ -181,6 +181,11 @@ def test_a_cut_that_misses_a_part_is_refused() -> None:
             TensorMetadata(dtype="float32", size=(8, 2), cut=CutMetadata(dim=0, parts=wrong))
 
 
+def test_a_lazy_model_is_refused() -> None:
+    with parts.alone(2), pytest.raises(ValueError, match="'0.weight' has no shape yet"):
+        hc.tensor_parallel(nn.Sequential(nn.LazyLinear(4)), {"0": "column"})
+
+
 def test_wrong_numbers_of_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor must be a number of parts from 1, not 0"):
         hc.estimate_memory(gpt(**SIZES), 1, tensor=0)
