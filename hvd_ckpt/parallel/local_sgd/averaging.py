@@ -237,10 +237,10 @@ class Averaging:
         # leaving: with delay=every, a fragment's average ends in the step after which its next one leaves.
         under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
         for fragment in under_way:
-            if self._age(fragment) >= self.schedule.half:
+            if not fragment.gathering and self._age(fragment) >= self.schedule.half:
                 for run in fragment.under_way():
-                    if run.row is None:
-                        run.combine(self._shares(fragment, run))
+                    run.combine(self._shares(fragment, run))
+                fragment.gathering = True
         arrived = [fragment for fragment in under_way if self._age(fragment) >= self.schedule.delay]
         for fragment in arrived:
             for run in fragment.under_way():
@@ -322,6 +322,7 @@ class Averaging:
         if fragment.weights is not None:
             fragment.weights.wait(AVERAGES)
         fragment.sent_at = fragment.weights = fragment.distances = None
+        fragment.gathering = False
 
     @torch.no_grad()
     def take_means(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -396,7 +397,8 @@ class Averaging:
         for fragment, saved in zip(self.fragments, state["fragments"]):
             fragment.load_state_dict(saved)
             if fragment.sent_at is not None:
-                self._send_weights(fragment)
+                if not fragment.gathering:
+                    self._send_weights(fragment)
                 self._send_distances(fragment)
 
     def _key(self) -> dict[str, Any]:

@@ -205,6 +205,7 @@ NOTHING: dict[str, Any] = dict(RunState())
 
 class FragmentState(State):
     sent_at: Count | None
+    gathering: bool
     weight: Weight
     marks: tuple[Count, Weight]
     moved: Weight
@@ -220,6 +221,7 @@ class Fragment:
         number: among the fragments.
         runs: what is averaged.
         sent_at: the step after which the average under way has left; None if nothing is under way.
+        gathering: its rows have been added up.
         weight: weight of this rank in the average.
         moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
@@ -230,6 +232,7 @@ class Fragment:
     number: int
     runs: list[Run] = field(default_factory=list)
     sent_at: int | None = None
+    gathering: bool = False
     weight: float = 0.0
     moved: float = 0.0
     marks: tuple[int, float] = (0, 0.0)
