@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 
-from hvd_ckpt.distributed.options import Options
+from hvd_ckpt.distributed.options import Options, is_process_set
 from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression
@@ -112,7 +112,7 @@ def DistributedOptimizer(
         error,
         named,
         options.described(known_names),
-        process_set,
+        process_set if is_process_set(process_set) else global_process_set,
         derived={} if extension is None else extension.described(),
     )
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
@@ -140,6 +143,7 @@ class Options:
                 "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
             )
         check_optimizer(self.optimizer)
+        self._check_types()
         if self.backward_passes_per_step <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {self.backward_passes_per_step}")
         features = self.features()
@@ -149,6 +153,9 @@ class Options:
             from hvd_ckpt.utils.rules import check
 
             check(features)
+        factor = self.gradient_predivide_factor
+        if not 0 < factor < math.inf:
+            raise ValueError(f"gradient_predivide_factor must be a finite number > 0, not {factor}")
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
         if self.op == Adasum and mpi_ops.size() > 1:
@@ -158,6 +165,54 @@ class Options:
             if reason is not None:
                 raise ValueError(reason)
         _check_groups(self.groups)
+        if self.model is not None:
+            known = set(map(id, self.model.parameters()))
+            own = [one for group in self.optimizer.param_groups for one in group["params"]]
+            if own and known.isdisjoint(map(id, own)):
+                raise ValueError(
+                    "model has none of the parameters of the optimizer: give the module that it trains"
+                )
+
+    def _check_types(self) -> None:
+        switch, number = (True, False, 0, 1), "a number"
+        for name, value, is_right, right in (
+            ("op", self.op, self.op in [*OPERATIONS], f"hc.{', hc.'.join(OPERATIONS.values())}"),
+            (
+                "compression",
+                self.compression,
+                hasattr(self.compression, "compress") and hasattr(self.compression, "decompress"),
+                "hc.Compression.none, hc.Compression.fp16 or a class with compress() and decompress()",
+            ),
+            ("process_set", self.process_set, is_process_set(self.process_set), "an hc.ProcessSet"),
+            (
+                "backward_passes_per_step",
+                self.backward_passes_per_step,
+                isinstance(self.backward_passes_per_step, Integral),
+                "a whole number",
+            ),
+            (
+                "gradient_predivide_factor",
+                self.gradient_predivide_factor,
+                isinstance(self.gradient_predivide_factor, Real),
+                number,
+            ),
+            ("bucket_cap_mb", self.bucket_cap_mb, isinstance(self.bucket_cap_mb, Real), number),
+            ("sparse_as_dense", self.sparse_as_dense, self.sparse_as_dense in switch, "True or False"),
+            ("keep_buckets", self.keep_buckets, self.keep_buckets in switch, "True or False"),
+            (
+                "master_weights",
+                self.shard.master_weights,
+                self.shard.master_weights in (None, *switch),
+                "True, False or None",
+            ),
+        ):
+            if not is_right:
+                raise TypeError(f"{name} must be {right}, not {value!r}")
+
+
+def is_process_set(value: object) -> bool:
+    """Whether it is one of Horovod's process sets, or acts as one."""
+    return isinstance(value, ProcessSet) or callable(getattr(value, "included", None))
 
 
 def check_optimizer(optimizer: object) -> None:

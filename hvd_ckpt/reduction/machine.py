@@ -47,6 +47,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -58,6 +59,7 @@ from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.stepping import SteppingOptions
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils import backward_errors
 from hvd_ckpt.utils.fingerprint import fingerprint
@@ -170,6 +172,13 @@ class Machine(ABC):
         self._mismatch = self._mismatch or error
         return True
 
+    def tell_all(self, error: Exception) -> None:
+        """Raises an error of this rank, of any class, on the other ranks, all of which are about to synchronize. Collective."""
+        if self.process_set.size() > 1:
+            self._mismatch = self._mismatch or RuntimeError(f"{type(error).__name__}: {error}")
+            with suppress(RuntimeError):
+                self.synchronize()
+
     def _track(self) -> None:
         known = len(self._gradients)
         fresh = map(self._tracked, self._parameters[known:], self._names[known:])
@@ -178,6 +187,7 @@ class Machine(ABC):
     def begin(self, optimizer: Any) -> None:
         """Acquires all parameters. Call it on every rank."""
         self.optimizer = weakref.ref(optimizer)
+        self.weights.stepping = SteppingOptions(optimizer)
         self.acquire(range(len(self._parameters)))
 
     def acquire(self, indices: Iterable[int]) -> None:
@@ -396,6 +406,11 @@ class Machine(ABC):
 
     def note_changes(self) -> None:  # noqa: B027
         """All ranks have changed their reduced gradients in the same way; whole ones now count as the last synchronization's."""
+
+    def note_limit(self, limit: float) -> None:
+        """Gradients are about to be clipped; the next flags say by which norm."""
+        if self.weights.stepping is not None:
+            self.weights.stepping.limits.append(limit)
 
     def set_passes(self, passes: int) -> None:  # noqa: B027
         """Another number of backward passes in a round, from the next step on, where it is not learned. Call it on every rank."""

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from hvd_ckpt.collectives.agreement import in_order
 from hvd_ckpt.reduction import phases
@@ -171,7 +172,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             # The first is the same on every rank. So either all ranks ask each other, which the second does by a message, or none.
             if self._step_reduces is StepReduces.YES and (self._phase.is_reduced or reducer.any_new()):
                 self.synchronize()
-            closure = self._reduced_closure(closure)
+            closure = self._reduced_closure(reducer, closure)
         elif self._step_reduces is StepReduces.YES:
             # Horovod warns of each step() that follows the user's synchronize(). Here only those are warned
             # of that have had nothing left to reduce.
@@ -198,9 +199,16 @@ class ReducedOptimizer(torch.optim.Optimizer):
             return super().step()
         return super().step(closure, *args, **kwargs)
 
-    def _reduced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _reduced_closure(self, reducer: Reducer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
-            result = closure()
+            try:
+                result = closure()
+            except (HorovodInternalError, HostsUpdatedInterrupt):
+                raise
+            except Exception as error:
+                if self._step_reduces is StepReduces.YES:  # the other ranks wait for its gradients
+                    reducer.tell_all(error)
+                raise
             if self._step_reduces is StepReduces.YES:
                 self.synchronize()
             else:

@@ -39,7 +39,8 @@ REDUCED_BEFORE = (
 )
 CLEARED_UNREDUCED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition. Every rank must call step(), not rank 0 alone."
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition. Every rank must call step(), not rank 0 alone; "
+    "to drop what the loss of another optimizer has added, call model.zero_grad()."
 )
 UNREDUCED = (
     "optimizer.step() would use gradients that are not reduced: backward() has added to them since the last "

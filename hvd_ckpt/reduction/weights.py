@@ -16,6 +16,8 @@ At stages 1 and 2 each rank updates a part of the weights and gives it to the ot
 into the weights of all before they are compared. There a step also compares one element of each parameter
 (:attr:`WeightVerification.sample`), and a difference that was found once is an error.
 
+The options of the optimizer (:mod:`.stepping`) are part of each fingerprint, also where no weights are whole (stage 3).
+
 Only parameters that have been reduced are compared, since ranks that average a gradient need the same weight for it. A parameter
 that is not reduced (frozen, or never used) may differ. The first step compares nothing, so weights may be broadcast after it.
 """
@@ -32,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import TensorSpec
+from hvd_ckpt.reduction.stepping import SteppingOptions, bits, described, digest
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
@@ -43,7 +46,8 @@ ROUNDED_RANKS = 128  # where what each rank brings is rounded
 # Odd, so that multiplication modulo 2**64 is one to one: a difference in one fingerprint outlasts those that are folded in later.
 _FOLD = 0x5DEECE66D
 _HOST_WORDS = 8
-_FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
+_OWN = 6  # columns of numbers of a rank's own
+_FACTS = _OWN + _HOST_WORDS  # columns of a rank before its fingerprints
 
 
 class _Verification:
@@ -101,11 +105,15 @@ class _Range(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """The flags of a part, and the step whose weights they are of; and the parameters that were sampled, with their bits."""
+    """The flags of a part, and the step whose weights they are of; and the parameters that were sampled, with their bits.
+
+    ``value`` is the fingerprint without the options, which ``flags`` have as they were then.
+    """
 
     turn: int
     step: int
     value: torch.Tensor
+    options: Sequence[Any]
     flags: torch.Tensor
     sampled: Sequence[int]
     sample: torch.Tensor | None
@@ -123,6 +131,7 @@ class WeightVerification:
         written: parameters that this rank has written outside of steps since the last synchronization, which compares them in
             any case, where an optimizer says so.
         alone: this rank has stepped by itself, and is not compared any more.
+        stepping: the options of the optimizer, which are compared in each step but the first.
     """
 
     def __init__(
@@ -137,6 +146,8 @@ class WeightVerification:
         self._parts: list[list[_Range]] = []
         self.turn, self.alone = 0, False
         self.written: list[torch.Tensor] = []
+        self.stepping: SteppingOptions | None = None
+        self._options: Sequence[Any] = ()  # that were sent
         self._prepared: _Prepared | None = None
         self._sent: _Prepared | None = None
         self._steps = 0  # synchronizations so far
@@ -167,13 +178,21 @@ class WeightVerification:
         if self._sent is not None and (self._sent.turn != self.turn or not self._takes_part):
             self._sent = None
         written, self.written = set(map(id, self.written)), []
+        self._options = self._stepping_options()
+        if self.stepping is not None:
+            self.stepping.limits = []
         if self._sent is None:
+            self._options = ()
             return Sums.encode(None)
         value = self._sent.value
         for index in self.compared if written else ():
             if id(self._parameters[index]) in written and not self._ignores(index):
                 value = value * _FOLD + fingerprint(self._parameters[index]).to(value.device) + index
-        return self._sent.flags if value is self._sent.value else Sums.encode(value)
+        is_prepared = value is self._sent.value and self._options == self._sent.options
+        return self._sent.flags if is_prepared else _flags(value, self._options)
+
+    def _stepping_options(self) -> Sequence[Any]:
+        return () if self.stepping is None else self.stepping.values()
 
     def prepare(self, exact: bool = True) -> None:
         """Takes the fingerprint that the next synchronization sends, once this one has sent its own; ``exact`` if flags are not
@@ -181,24 +200,30 @@ class WeightVerification:
         """
         self._steps += 1
         most = MAX_RANKS if exact else ROUNDED_RANKS
-        if self._takes_part and self._parts and 1 < self._process_set.size() <= most:
-            turn = (self.turn + 1) % len(self._parts)
+        if self._takes_part and self._compares and 1 < self._process_set.size() <= most:
+            turn = (self.turn + 1) % max(len(self._parts), 1)
             value, sampled, sample = self._of_part(turn), [], None
-            if self.sample is not None:
+            if self.sample is not None and self._parts:
                 sampled = [index for index in self.compared if not self._ignores(index)]
                 sample = self.sample(self._steps, [self._parameters[index] for index in sampled])
                 value = value * _FOLD + fingerprint(sample).to(value.device)
-            self._prepared = _Prepared(turn, self._steps, value, Sums.encode(value), sampled, sample)
+            options = self._stepping_options()
+            flags = _flags(value, options)
+            self._prepared = _Prepared(turn, self._steps, value, options, flags, sampled, sample)
 
     @property
     def _takes_part(self) -> bool:
         return _Verification.enabled and not self.alone
 
+    @property
+    def _compares(self) -> bool:
+        return bool(self._parts) or self.stepping is not None
+
     @torch.no_grad()
     def _of_part(self, number: int) -> torch.Tensor:
         """The fingerprint of a part, and of its number."""
         total: torch.Tensor | None = None
-        for pieces in self._alike(self._parts[number]):
+        for pieces in self._alike(self._parts[number]) if self._parts else ():
             value = fingerprint(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
             total = value if total is None else total.to(value.device) * _FOLD + value
         # With the number, ranks at different parts show as different, even where these parts have equal bits.
@@ -242,10 +267,10 @@ class WeightVerification:
         Raises:
             WeightsDiffer: it names the first parameter and the ranks.
         """
-        if not self._parts:
+        if not self._compares:
             return
-        part = self.turn % len(self._parts)
-        self.turn = (part + 1) % len(self._parts)
+        part = self.turn % max(len(self._parts), 1)
+        self.turn = (part + 1) % max(len(self._parts), 1)
         if not Sums.equal(values[-Sums.SIZE :], scale):
             self._compare_all(part, total)
         elif self._sent is not None:
@@ -258,7 +283,8 @@ class WeightVerification:
         ranks, own = ranks_of(self._process_set), self._process_set.rank()
         # A row for each rank, which this rank fills for itself; the sum over the ranks is the whole table:
         #
-        #   2 if it compares, else 1 | turn | steps | last equal step | host name x 8 | fingerprint of each parameter | its sample
+        #   2 if it compares, else 1 | turn | steps | last equal step | digest and number of options | host name x 8
+        #   | fingerprint of each parameter | its sample
         #
         # A row of zeros is a rank that has joined. A fingerprint or sample of 0 is a parameter that the rank does not compare.
         samples: dict[int, int] = {}
@@ -267,8 +293,9 @@ class WeightVerification:
         table = torch.zeros(len(ranks), _FACTS + 2 * len(self.compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
         facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
-        table[own, :4] = torch.tensor(facts)
-        table[own, 4:_FACTS] = torch.frombuffer(bytearray(host), dtype=torch.int64)
+        facts += [digest(self._options) if self._options else 0, len(self._options)]
+        table[own, :_OWN] = torch.tensor(facts)
+        table[own, _OWN:_FACTS] = torch.frombuffer(bytearray(host), dtype=torch.int64)
         for column, index in enumerate(self.compared if self._takes_part else (), _FACTS):
             if not self._ignores(index):
                 table[own, column] = int(fingerprint(self._parameters[index])) or 1
@@ -287,7 +314,7 @@ class WeightVerification:
         # What one rank ignores all ignore from here on. Else the ranks would take the fingerprint of a part
         # over different parameters, and exchange this table in every step.
         self._ignored.update(set(self.compared).difference(index for index, _ in columns))
-        turns = {entry.parameter for entry in self._parts[part]} if level else set()
+        turns = {entry.parameter for entry in self._parts[part]} if level and self._parts else set()
         columns.sort(key=lambda pair: pair[0] not in turns)
         # Weights that differ now, and else those that differed when samples were taken.
         sampled = [(index, column + len(self.compared)) for index, column in columns]
@@ -300,13 +327,15 @@ class WeightVerification:
             ),
             (None, columns),
         )
+        first = own == next(position for position, row in enumerate(rows) if row[0])
         if different is None:
+            self._compare_options(comparing, ranks, first, total)
             return
         since = f" in step {max(row[2] for row in present)} since this optimizer was made"
         if different in turns:
             before = max(row[3] for row in comparing.values())
             since += f" (equal in step {before})" if before else " (not compared before)"
-        hosts = [_text(row[4:_FACTS]) for row in comparing.values()]
+        hosts = [_text(row[_OWN:_FACTS]) for row in comparing.values()]
 
         def entry(index: int, value: int) -> TableEntry:
             parameter = self._parameters[index]
@@ -316,8 +345,47 @@ class WeightVerification:
         tables = [[entry(index, row[column]) for index, column in columns] for row in comparing.values()]
         error = difference(list(comparing), hosts, tables, since)
         if isinstance(error, WeightsDiffer):
-            error.first = own == next(position for position, row in enumerate(rows) if row[0])
+            error.first = first
         raise error
+
+    def _compare_options(
+        self,
+        comparing: dict[int, Sequence[int]],
+        ranks: Sequence[int],
+        first: bool,
+        total: Callable[[torch.Tensor, str], Any],
+    ) -> None:
+        """Exchanges the options of the ranks, if they have sent different ones, and raises an error that names the first."""
+        from hvd_ckpt.reduction.consistency import WeightsDiffer
+
+        there = {rank: row for rank, row in comparing.items() if row[4]}
+        if len({row[4] for row in there.values()}) < 2:
+            return
+        numbers = [row[5] for row in there.values()]
+        what, values = "the number of parameter groups", [str(number) for number in numbers]
+        if len(set(numbers)) == 1:
+            table = torch.zeros(len(ranks), numbers[0], dtype=torch.int64)
+            if self._options:
+                table[self._process_set.rank()] = torch.tensor([bits(value) for value in self._options])
+            rows = dict(zip(ranks, total(table, "options")))
+            place = next(
+                place for place in range(numbers[0]) if len({rows[rank][place] for rank in there}) > 1
+            )
+            what = self.stepping.name(place) if self.stepping is not None else "an option"
+            values = [described(rows[rank][place]) for rank in there]
+        usual = max(values, key=values.count)
+        apart = next((rank for rank, value in zip(there, values) if value != usual), None)
+        said = "" if apart is None else f": {usual}, and {dict(zip(there, values))[apart]} on rank {apart}"
+        error = WeightsDiffer(
+            f"{what} differs between ranks{said}; ranks would step in different ways: set options of the optimizer alike on every "
+            "rank, from values that all have, such as the mean of their losses"
+        )
+        error.first = first
+        raise error
+
+
+def _flags(value: torch.Tensor, options: Sequence[Any]) -> torch.Tensor:
+    return Sums.encode(value * _FOLD + digest(options) if options else value)
 
 
 def _divide(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[list[_Range]]:

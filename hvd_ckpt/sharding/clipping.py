@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def clip_grad_norm_(
     a parameter belongs to a ``DistributedOptimizer``. If none does, it is the same as torch's function.
 
     Args:
-        parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.
-        max_norm, norm_type, error_if_nonfinite: as in torch.
+        parameters: parameters of the model, one parameter, or an optimizer: all of its parameters. One that is given twice, such as
+            a tied weight of two modules, counts and is scaled twice, as in torch.
+        max_norm, norm_type, error_if_nonfinite: as in torch; ``max_norm`` must be the same on every rank.
 
     Returns:
         The norm of all gradients together before clipping, in the dtype that torch gives it. It is the same on every rank.
@@ -41,15 +43,28 @@ def clip_grad_norm_(
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError("clip_grad_norm_: parameters is a module: give its model.parameters()")
     if isinstance(parameters, torch.optim.Optimizer):
         chosen = [parameter for group in parameters.param_groups for parameter in group["params"]]
     else:
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for one in chosen:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(
+                f"clip_grad_norm_: parameters has a {type(one).__name__}: give parameters, such as model.parameters()"
+            )
     owners = [parameters] if isinstance(parameters, ReducedOptimizer) else _owners_of(chosen)
     for optimizer in owners:
+        if optimizer.reducer is not None:  # ranks compare it with their flags
+            optimizer.reducer.note_limit(float(max_norm))
         optimizer.reduce_for_caller()
     split = _split_gradients(owners, chosen)
     if split is None:
+        if any(one.grad is not None and one.grad.is_sparse for one in chosen):
+            raise ValueError(
+                "clip_grad_norm_: a gradient is sparse, and PyTorch has no norm of it: pass sparse_as_dense=True to the optimizer"
+            )
         clip = _clip_whole if whole_model.is_split() else torch.nn.utils.clip_grad_norm_
         norm = clip(chosen, max_norm, norm_type, error_if_nonfinite)
         # All ranks have scaled alike. Without this, step() would take the fingerprint of each gradient to find that out.
@@ -71,7 +86,7 @@ def clip_grad_norm_(
     result = torch.as_tensor(total, dtype=_norm_dtype(dtypes))
     _check_finite(result, norm_type, error_if_nonfinite)
     if isinstance(total, torch.Tensor):
-        torch.nn.utils.clip_grads_with_norm_([piece.parameter for piece in split.pieces], max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(split.as_given(), max_norm, total)
     else:
         split.clip(float(max_norm), total)
     return result
@@ -134,12 +149,12 @@ class SplitGradients:
     def __init__(self, optimizer: ShardedOptimizer, chosen: Sequence[torch.Tensor]) -> None:
         sharding = self.sharding = optimizer.sharding
         indices = (sharding.layout.index(parameter) for parameter in chosen)
-        wanted = dict.fromkeys(index for index in indices if index is not None)
         self._exchange = sharding.exchange
-        self._in_order = [index for index in wanted if optimizer.reducer.used[index]]
+        self._in_order = [index for index in indices if index is not None and optimizer.reducer.used[index]]
+        self._times = Counter(self._in_order)  # as torch counts and scales a gradient that is given twice
         # What is added up over the ranks must be in one order on all; torch's norm has
         # the order in which parameters were given.
-        self._used = sorted(self._in_order)
+        self._used = sorted(self._times)
         # Placeholders stand in the others.
         used = set(self._used)
         self.pieces = [
@@ -177,7 +192,8 @@ class SplitGradients:
         sums = torch.tensor(self._exchange.sum(sums, "norm"), dtype=torch.float64)
         # Sums of powers of the slices add up to those of the whole.
         sums = whole_model.norms(sums, [self.sharding.layout.parameters[index] for index in self._used], 1.0)
-        return float(sums.count_nonzero() if order == 0 else sums.sum() ** (1.0 / order))
+        times = torch.tensor([self._times[index] for index in self._used], dtype=torch.float64)
+        return float(times[sums != 0].sum() if order == 0 else (times * sums).sum() ** (1.0 / order))
 
     def norm_as_whole(self, order: float) -> torch.Tensor:
         """The norm with the bits that ``torch.nn.utils.get_total_norm`` gives for whole gradients. Collective.
@@ -205,12 +221,18 @@ class SplitGradients:
         total: torch.Tensor = torch.linalg.vector_norm(in_order, order)
         return total
 
+    def as_given(self) -> list[torch.Tensor]:
+        """The pieces, each as often as its parameter was given."""
+        return [piece.parameter for piece in self.pieces for _ in range(self._times[piece.index])]
+
     def clip(self, max_norm: float, total: float) -> None:
         """Scales them as torch does for that norm of all gradients."""
         # A nan must reach the gradients, as in torch; what min() makes of one depends on the order of its arguments.
         coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
-        if self.pieces:
-            foreach_mul_([_gradient(piece) for piece in self.pieces], coefficient)
+        for turn in range(max(self._times.values(), default=0)):
+            scaled = [_gradient(piece) for piece in self.pieces if self._times[piece.index] > turn]
+            if scaled:
+                foreach_mul_(scaled, coefficient)
 
 
 def _gradient(piece: Piece) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.stepping import SteppingOptions
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, validated
@@ -311,6 +312,9 @@ class Snapshots:
         self._optimizer.check_own_weights("Snapshots.save()")
         is_first, writer = self._writer is None, self._open()
         try:
+            options: list[Any] = []
+            if self._optimizer.is_local:  # elsewhere each step compares them
+                options = of_all_processes(SteppingOptions(self._optimizer).values(), "Snapshots: options")
             replicas = self._training.replicas()
             # The name has the step: ranks that save others would wait for each other's files.
             with errors_on_all(f"Snapshots: save({step})"):
@@ -323,6 +327,11 @@ class Snapshots:
                     raise SnapshotError(
                         f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would "
                         "load: count the steps on from the number that resume() returned, or give another folder"
+                    )
+                if any(other != options[0] for other in options):
+                    raise SnapshotError(
+                        f"Snapshots: learning rates or other options of the optimizer differ between ranks in step {step}, and a "
+                        "snapshot holds those of rank 0: set them alike on every rank"
                     )
                 writer.wait()
                 try:

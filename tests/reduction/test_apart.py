@@ -440,6 +440,27 @@ def test_an_error_of_one_rank_is_of_its_class_on_all(kind: str) -> None:
     assert text.startswith("rank 1: ")
 
 
+@pytest.mark.parametrize("shard", [0, 2])
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_closure_that_fails_on_one_rank_fails_on_all(is_begun: bool, shard: int) -> None:
+    model = chain()
+    optimizer = wrap(model, shard=shard)
+
+    def closure() -> torch.Tensor:
+        if hc.rank() or is_begun:
+            loss(model, 0).backward()
+        if hc.rank() == 0:
+            raise OddError(3, "a bad batch")
+        return torch.zeros(())
+
+    with pytest.raises(RuntimeError if hc.rank() else OddError, match="a bad batch"):
+        optimizer.step(closure)
+    train(model, optimizer, range(3))
+    reference = chain()
+    train_for_all(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(3))
+    assert difference(model, reference) < 1e-6
+
+
 # ---------------------------------------------------------------------------------------------------- batch norm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -330,6 +331,7 @@ def test_models_that_differ_between_ranks(what: str) -> None:
     [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),
         ({"gradient_predivide_factor": 2.0, "op": hc.Sum}, "gradient_predivide_factor"),
+        ({"gradient_predivide_factor": math.nan}, "gradient_predivide_factor must be a finite number"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ({"groups": -1}, "groups should be"),
         ({"groups": [["x"]]}, "groups must consist of torch.Tensor"),
@@ -343,12 +345,41 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     raises_everywhere(ValueError, message, lambda: wrap(chain(), **options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": "sum"},
+        {"compression": None},
+        {"compression": "fp16"},
+        {"process_set": 0},
+        {"process_set": None},
+        {"bucket_cap_mb": "25"},
+        {"backward_passes_per_step": 2.5},
+        {"gradient_predivide_factor": "2"},
+        {"keep_buckets": "no"},
+        {"sparse_as_dense": "no"},
+        {"shard": hc.Shard("gradients", master_weights="yes")},  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types(options: dict[str, Any]) -> None:
+    name = "master_weights" if "shard" in options else next(iter(options))
+    named = chain().named_parameters()
+    raises_everywhere(
+        TypeError,
+        f"^{name} must be",
+        lambda: hc.DistributedOptimizer(momentum(chain()), named_parameters=named, **options),
+    )
+
+
 def test_wrong_names_and_wrapping_twice() -> None:
     model = chain()
     names = list(model.named_parameters())
 
-    def wrap_with(names: Any) -> None:
-        hc.DistributedOptimizer(momentum(model), named_parameters=names)
+    def wrap_with(names: Any, trained: nn.Module | None = None) -> None:
+        hc.DistributedOptimizer(momentum(model), named_parameters=names, model=trained)
+
+    raises_everywhere(ValueError, "model has none of the parameters", lambda: wrap_with(names, chain()))
 
     missing = r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)"
     raises_everywhere(ValueError, missing, lambda: wrap_with(names[:2]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import chain, sgd, train, wrap
+from one_process import chain, loss, raises_everywhere, sgd, train, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -100,6 +100,38 @@ def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) ->
     assert f"rank {hc.size() - 1} (host " in message and f"other values than {among} (1 parameters" in message
     now, before = map(int, re.findall(r"in step (\d+)", message))
     assert before <= 3 + 2 * parts_of(model) < now <= before + parts_of(model)
+
+
+@several
+@pytest.mark.parametrize("stage", range(4))
+def test_options_of_one_rank_are_an_error_on_every_rank(stage: int) -> None:
+    """Where each rank steps a shard, no weights would show them."""
+    for name, value, said in ("lr", 0.25, "0.1, and 0.25"), ("nesterov", True, ""), ("momentum", None, ""):
+        model = chain()
+        optimizer = wrap(model, shard=stage)
+        train(model, optimizer, range(3))
+        if hc.rank() == hc.size() - 1:
+            optimizer.param_groups[0][name] = value
+        message = found(model, optimizer, 1)
+        assert message.startswith(f"param_groups[0]['{name}'] differs between ranks") and said in message
+    model = chain()
+    optimizer = wrap(model, shard=stage)
+    train(model, optimizer, range(3))
+
+    def clipped(*limits: float) -> None:
+        optimizer.zero_grad()
+        loss(model, 9).backward()
+        for limit in limits:
+            hc.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+
+    clipped(0.5)
+    clipped(0.5, 1.0)
+    is_last = hc.rank() == hc.size() - 1
+    for limits in ((0.5,) if is_last else (0.4,)), ((0.5,) if is_last else ()):
+        raises_everywhere(
+            hc.WeightsDiffer, "max_norm of clip_grad_norm_", lambda limits=limits: clipped(*limits)
+        )
 
 
 @several

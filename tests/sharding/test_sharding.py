@@ -98,6 +98,9 @@ def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
             ours = hc.clip_grad_norm_(model.parameters(), 1e9, order)
             theirs = nn.utils.clip_grad_norm_(twin.parameters(), 1e9, order)
             torch.testing.assert_close(ours, theirs, equal_nan=True)
+            twice = [[one.first.weight, *one.parameters(), one.first.bias] for one in (model, twin)]
+            ours = hc.clip_grad_norm_(twice[0], 1e9, order)
+            torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(twice[1], 1e9, order), equal_nan=True)
 
 
 class Energy(nn.Module):

@@ -43,6 +43,7 @@ class AveragesState(State):
     step: Count
     skipped: Count
     tokens: Weight
+    weighed: bool = False
     worked: Count
     moments: list[str]
     fragments: list[FragmentState]
@@ -61,6 +62,7 @@ class Averaging:
         step: calls of ``optimizer.step()`` so far.
         skipped: those that an overflow has skipped on this rank.
         tokens: what was given to ``optimizer.weigh()`` so far.
+        weighed: whether anything was given, so that it is the weight of each average.
         traffic: what this rank has sent for averages.
     """
 
@@ -73,7 +75,7 @@ class Averaging:
     ) -> None:
         members, schedule = options.process_set, Schedule(options.every, options.fragments, options.delay)
         self.schedule, self.traffic = schedule, Traffic()
-        self.step, self.skipped, self.tokens = 0, 0, 0.0
+        self.step, self.skipped, self.tokens, self.weighed = 0, 0, 0.0, False
         self._worked = self._generation = 0
         self._has_begun = False  # a period, from the anchor
         # Weakly: the optimizer holds this object.
@@ -289,7 +291,7 @@ class Averaging:
             self._find_moments()
         steps, tokens = fragment.marks
         # What was given to weigh() since the last average; without it, the steps that have used gradients.
-        fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
+        fragment.weight = self.tokens - tokens if self.weighed else float(self._worked - steps)
         fragment.marks = (self._worked, self.tokens)
         fragment.sent_at, fragment.moved = self.step, 0.0
         self._send_weights(fragment)
@@ -352,6 +354,7 @@ class Averaging:
             "step": self.step,
             "skipped": self.skipped,
             "tokens": self.tokens,
+            "weighed": self.weighed,
             "worked": self._worked,
             "moments": list(self._moment_names),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
@@ -393,6 +396,7 @@ class Averaging:
         self._has_begun = False
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens, self._worked = state["tokens"], state["worked"]
+        self.weighed = state.get("weighed", False) or self.tokens > 0
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
         for fragment, saved in zip(self.fragments, state["fragments"]):
             fragment.load_state_dict(saved)

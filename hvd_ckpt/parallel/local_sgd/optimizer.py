@@ -61,7 +61,8 @@ class LocalOptimizer(_Base):
         return self.averaging.traffic if self.averaging is not None else Traffic()
 
     def weigh(self, amount: float) -> None:
-        """Adds to the weight of this rank in the next average, such as the tokens of a batch. By default the weight counts steps.
+        """Adds to the weight of this rank in the next average, such as the tokens of a batch. Without a call, the weight counts
+        steps; after one, it is what was given since the last average, which may be 0.
 
         Raises:
             ValueError: the number is negative or not finite.
@@ -70,6 +71,7 @@ class LocalOptimizer(_Base):
             raise ValueError(f"weigh() takes a finite number of at least 0, not {amount!r}")
         if self.averaging is not None:
             self.averaging.tokens += float(amount)
+            self.averaging.weighed = True
 
     def begin_group_mean(self, number: float) -> Callable[[], float]:
         """Begins the mean of one number of each rank of this rank's group, and returns a function that waits for it. Call that

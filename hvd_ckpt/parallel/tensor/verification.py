@@ -97,12 +97,14 @@ class Verification:
                 "tensor_parallel: the parts of a replica called the model with different arguments; give all parts of a replica "
                 "the same batch, that of hc.rank() of hc.size()"
             )
-        problem = ""
-        # Kernels of GPUs draw masks of attention that no other order of computation repeats.
+        problem, differs = "", True
+        # Kernels of GPUs draw masks of attention that no other order of computation repeats. In training, what the module does in
+        # evaluation is compared as well: later there are no whole weights to compare with.
         for draws in (True, False) if device.type == "cpu" else (False,):
+            is_second = not differs
             whole = self._whole_pass(name, arguments, draws, device)
             if whole is None:
-                return False
+                return is_second
             twin = prepared(self._whole, whole.how)
             self._split(twin)
             try:
@@ -114,13 +116,15 @@ class Verification:
                 ) from error
             # A module that is called by itself may give what its caller takes from a part.
             if name and any(_of_parts(found.shapes != whole.shapes)):
-                return False
+                return is_second
             before, problem = problem, found.difference(whole)
-            if not any(_of_parts(bool(problem))):
-                if draws:
-                    return True
+            differs = any(_of_parts(bool(problem)))
+            if is_second:
+                problem = problem and f"{problem}, but only in evaluation"
+            elif not differs and not draws:
                 problem = before and f"{before}, but only in training: random numbers or statistics differ"
-                break
+            if draws and not differs and not part.training:
+                return True
         _raise_together(
             problem
             and f"tensor_parallel: in the split model, {problem}; correct the recipe (row layers take what column layers give, "

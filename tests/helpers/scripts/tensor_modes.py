@@ -227,6 +227,8 @@ def verified() -> None:
         (lambda model, h: h / h.norm(dim=-1, keepdim=True), recipe, "the result of 'down' differs"),
         (lambda model, h: h.flip(-1), recipe, "the result of 'down' differs"),
         (lambda model, h: h * (torch.rand_like(h) > 0.5), recipe, "random numbers|differs"),
+        (lambda model, h: h if model.training else h.softmax(-1), recipe, "but only in evaluation"),
+        (lambda model, h: h.softmax(-1) if model.training else h, recipe, "but only in training"),
         (lambda model, h: h, {"up": "column"}, "raises RuntimeError"),
         (
             lambda model, h: functional.linear(h, model.down.weight) @ model.down.weight,

@@ -269,6 +269,15 @@ def test_a_snapshot_that_was_begun_before_averaged_has_the_ranks_own_weights(fol
 
 
 @several
+def test_a_snapshot_of_learning_rates_that_differ_is_refused(folder: Path) -> None:
+    run = Run(every=3).train(3)
+    run.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * hc.rank()
+    snapshots = hc.Snapshots(folder, model=run.model, optimizer=run.optimizer)
+    with pytest.raises(ValueError, match="options of the optimizer differ between ranks in step 3"):
+        snapshots.save(3)
+
+
+@several
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_before_and_after_the_mean(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
@@ -346,7 +355,7 @@ def test_moments_and_float_buffers_are_averaged_and_integers_stay_each_ranks_own
 
 
 @several
-@pytest.mark.parametrize("tokens", [None, [1.0, 3.0, 0.0, 4.0]])
+@pytest.mark.parametrize("tokens", [None, [1.0, 3.0, 0.0, 4.0], [0.0, 3.0, 1.0, 4.0]])
 def test_ranks_count_by_their_steps_or_tokens(tokens: list[float] | None) -> None:
     weight = nn.Linear(1, 1, bias=False)
     optimizer = Run(Whole, weight, every=3).optimizer
