@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.case import Case, Found, MeasuredJob
 from benchmarks.suites.layouts import MEMORIES
-from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_for
+from hvd_ckpt.app.cli.layout import choose, job_of, settings_for
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.trial import Trial, compared
 from hvd_ckpt.planning import kinds
@@ -61,7 +61,7 @@ def sweep(case: Case, config: Config, layouts: Layouts, measuring: float) -> Fou
     rows = dataclasses.replace(layouts, memory=memory).rows()
     fit = [row for row in rows if row.fits]
     start = time.perf_counter()
-    chosen = choose(rows, TRIED, settings, memory, print)[0] or fit[0]
+    chosen = choose(rows, None, settings, memory, print)[0] or fit[0]
     choosing = measuring + time.perf_counter() - start
     # With a little more than the least budget, since plans are measured.
     larger = [

@@ -24,7 +24,7 @@ from benchmarks.suites.scale_on_hosts import scale_on_hosts
 from benchmarks.workloads import WORKLOADS, workload
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import Report, Table
+from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
 from hvd_ckpt.app.compare.runner.settings import BenchSettings
 from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.app.training.field_types import Count
@@ -142,6 +142,15 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
     assert saved["results"] == [
         {"ratio": {"median": 1.0, "low": 1.0, "high": 1.0}, "far": "Infinity", "none": None}
     ]
+
+
+def test_a_report_names_the_settings_of_the_environment_but_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
+    facts = machine_facts()
+    assert "HOROVOD_CYCLE_TIME=2" in facts["environment"] and "hush" not in repr(facts)
 
 
 @pytest.mark.parametrize("success", [True, False])

@@ -207,13 +207,15 @@ def test_a_layout_that_is_too_large_when_it_is_tried_is_not_chosen(monkeypatch: 
 
     monkeypatch.setattr(trial, "compared", compared)
 
-    def chosen(memory: int) -> LayoutRow | None:
+    def chosen(memory: int, number: int | None = None) -> LayoutRow | None:
         settings = {row: {"accumulate": str(row.layout.micro_batches)} for row in (slow, fast)}
-        return choose([fast, slow, none], 8, settings.__getitem__, memory, print)[0]
+        return choose([fast, slow, none], number, settings.__getitem__, memory, print)[0]
 
     assert chosen(20) == fast and asked == ["2"]
     assert chosen(10) == slow and asked[1:] == ["2", "1"]
     assert chosen(4) is None
+    asked.clear()
+    assert chosen(20, 2) == fast and asked == ["2", "1"], "as many as are asked for, however slow"
 
 
 def test_where_no_layout_can_be_tried_the_reason_of_the_first_is_told(
@@ -222,7 +224,7 @@ def test_where_no_layout_can_be_tried_the_reason_of_the_first_is_told(
     row = LayoutRow(TrainingLayout(2), True, 1, seconds=1.0)
     monkeypatch.setattr(trial, "compared", lambda *given, **more: ["no such data"])
     with pytest.raises(ConfigError, match="data parallel: no such data"):
-        choose([row], 8, lambda row: {}, 1, print)
+        choose([row], None, lambda row: {}, 1, print)
 
 
 def test_parts_need_the_whole_weights_until_they_are_compared_with_them() -> None:
@@ -325,6 +327,11 @@ def test_the_command_writes_settings_of_the_best(tmp_path: Path) -> None:
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "these change results" not in output
     assert "these change results" in run("--local", 2, "--inexact", None)
+
+
+def test_settings_and_picture_have_names_of_their_own(tmp_path: Path) -> None:
+    assert "give one for settings" in run("--output", tmp_path / "best.png", status=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_within_the_memory_keeps_results(tmp_path: Path) -> None:

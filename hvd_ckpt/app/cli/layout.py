@@ -57,7 +57,7 @@ class Settings(Strict):
     trials: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="Train some steps with each of so many of the best, and take the fastest.  "
-        f"[default: {TRIED} in a job]",
+        f"[default: in a job up to {TRIED}, those that are hardly slower by prediction]",
         json_schema_extra={"flag": "try"},
     )
     inexact: bool = Field(
@@ -78,6 +78,10 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
+        if self.output is not None and Path(self.output).suffix == ".png":
+            raise ValueError(
+                f"output {self.output}: the picture has that name; give one for settings, such as best.yaml"
+            )
         if self.ranks is None:
             for name in ("local", "link", "local_link", "latency", "tflops"):
                 if name in self.model_fields_set:
@@ -128,7 +132,7 @@ def _layout(config: Config, asked: Settings) -> None:
             best = rows[0] if rows else None
             if job.rank is not None and asked.trials != 0 and best is not None and best.fits:
                 best, tried = choose(
-                    rows, asked.trials or TRIED, lambda row: settings_for(config, row, job), job.memory, say
+                    rows, asked.trials, lambda row: settings_for(config, row, job), job.memory, say
                 )
     if job.rank:
         return
@@ -300,17 +304,18 @@ def _print_trials(tried: Sequence[tuple[LayoutRow, Trial | str]]) -> None:
 
 def choose(
     rows: Sequence[LayoutRow],
-    most: int,
+    number: int | None,
     settings_for: Callable[[LayoutRow], dict[str, Any]],
     memory: int,
     say: Callable[[str], None],
 ) -> tuple[LayoutRow | None, list[tuple[LayoutRow, Trial | str]]]:
     """The fastest layout that stays within the memory when it is tried, or None, and what was found of those that were tried.
 
-    Some that are hardly slower than the fastest by prediction are tried first, and others only if none of these stays within it.
+    The fastest by prediction are tried first, and others only if none of these stays within it.
 
     Args:
         rows: all layouts, of which the first one fits.
+        number: that are tried first; None for up to :data:`TRIED` that are hardly slower than the fastest by prediction.
 
     Raises:
         ConfigError: none could be tried; raised on every rank.
@@ -320,7 +325,9 @@ def choose(
     left = [row for row in rows if row.fits]
     tried: list[tuple[LayoutRow, Trial | str]] = []
     while left:
-        near = [row for row in left if row.seconds <= AS_FAST * left[0].seconds][:most]
+        near = left[:number]
+        if number is None:
+            near = [row for row in left if row.seconds <= AS_FAST * left[0].seconds][:TRIED]
         left = [row for row in left if row not in near]
         found = compared(
             [settings_for(row) for row in near],

@@ -217,7 +217,11 @@ def machine_facts() -> dict[str, str]:
         f"Python {platform.python_version()}",
         *(f"{name} {installed_version(name) or 'missing'}" for name in PACKAGES),
     ]
-    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
+    chosen = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES) and "SECRET" not in name
+    ]
     return {
         "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs",
         "versions": ", ".join(versions),
