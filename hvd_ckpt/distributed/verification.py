@@ -33,8 +33,8 @@ def verify(
             ``HVD_CKPT_VERIFY_RECOMPUTATION`` sets the default. It covers :func:`hvd_ckpt.checkpoint` in both variants,
             ``CheckpointFunction``, segments, pipeline stages and plans.
         weights: whether a ``DistributedOptimizer`` compares in each step the bits of a part of the weights that its ranks are about
-            to update, and the next step the next part. It does by default; ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns
-            it off.
+            to update, and the next step the next part; and in each step the options of its groups, such as learning rates. It does
+            by default; ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns it off.
         ignore: with ``weights``, parameters whose gradients are reduced, but whose values may differ between ranks.
         process_set: the ranks that compare the model.
 

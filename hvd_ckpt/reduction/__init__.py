@@ -24,6 +24,7 @@ The optimizer:
     phases        what its calls allow
     state, stats  its state, and counts of what has left
     weights       a comparison of weights in each step
+    stepping      options of groups and limits of clipping, which are compared with them
     consistency   a comparison of all weights, on request
 
 Collectives outside of a step:

@@ -362,15 +362,14 @@ class WeightVerification:
         if len({row[4] for row in there.values()}) < 2:
             return
         numbers = [row[5] for row in there.values()]
-        what, values = "the number of parameter groups", [str(number) for number in numbers]
+        what, values = "the number of options in param_groups", [str(number) for number in numbers]
         if len(set(numbers)) == 1:
             table = torch.zeros(len(ranks), numbers[0], dtype=torch.int64)
             if self._options:
                 table[self._process_set.rank()] = torch.tensor([bits(value) for value in self._options])
             rows = dict(zip(ranks, total(table, "options")))
-            place = next(
-                place for place in range(numbers[0]) if len({rows[rank][place] for rank in there}) > 1
-            )
+            differ = (len({rows[rank][place] for rank in there}) > 1 for place in range(numbers[0]))
+            place = next((place for place, differs in enumerate(differ) if differs), 0)
             what = self.stepping.name(place) if self.stepping is not None else "an option"
             values = [described(rows[rank][place]) for rank in there]
         usual = max(values, key=values.count)
