@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _MISSING, _NAN = 0x7FF8_0000_0000_0001, 0x7FF8_0000_0000_0000  # bits of numbers that no option has
+LIMITS = "max_norm of clip_grad_norm_()"
 _TUPLE = 0x7FFC_0000_0000_0000  # and, with the bits of a hash below, of a tuple
 
 
@@ -34,20 +35,23 @@ class SteppingOptions:
         """All of them as numbers, and tuples of numbers, whose hashes are the same in every process."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        names = sorted(optimizer.defaults)
-        found = [_plain(group.get(name)) for group in optimizer.param_groups for name in names]
+        found = [_plain(optimizer.param_groups[group][name]) for group, name in self._places()]
         limits = None if not self.limits else self.limits[0] if len(self.limits) == 1 else tuple(self.limits)
         return [*found, _plain(limits)]
 
     def name(self, place: int) -> str:
         """What :meth:`values` has at a place, in words."""
+        places = self._places()
+        return "param_groups[{}]['{}']".format(*places[place]) if place < len(places) else LIMITS
+
+    def _places(self) -> list[tuple[int, str]]:
+        """The group and the name of each option."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        names = sorted(optimizer.defaults)
-        group, number = divmod(place, max(len(names), 1))
-        if group == len(optimizer.param_groups):
-            return "max_norm of clip_grad_norm_()"
-        return f"param_groups[{group}]['{names[number]}']"
+        # PyTorch adds a default where a state is loaded, and so on some ranks alone.
+        names = sorted(optimizer.defaults.keys() - {"differentiable"})
+        groups = enumerate(optimizer.param_groups)
+        return [(number, name) for number, group in groups for name in names if name in group]
 
 
 def digest(values: Sequence[Any]) -> int:

@@ -135,6 +135,16 @@ def test_options_of_one_rank_are_an_error_on_every_rank(stage: int) -> None:
 
 
 @several
+def test_a_default_that_loading_adds_on_one_rank_is_no_other_option() -> None:
+    model = chain()
+    optimizer = wrap(model, torch.optim.Adafactor(model.parameters(), lr=0.01))
+    train(model, optimizer, range(3))
+    if hc.rank() == hc.size() - 1:
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert not found(model, optimizer, 3, 10)
+
+
+@several
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"wire": {"parameters": "bf16"}}, {"offload": "optimizer"}], ids=str)
 def test_values_that_steps_mix_into_those_of_all_ranks(stage: int, options: dict[str, Any]) -> None:
