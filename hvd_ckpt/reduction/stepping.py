@@ -17,7 +17,10 @@ import torch
 
 _MISSING, _NAN = 0x7FF8_0000_0000_0001, 0x7FF8_0000_0000_0000  # bits of numbers that no option has
 LIMITS = "max_norm of clip_grad_norm_()"
-_TUPLE = 0x7FFC_0000_0000_0000  # and, with the bits of a hash below, of a tuple
+_OTHER, _HASH = (
+    0x7FFC_0000_0000_0000,
+    (1 << 50) - 1,
+)  # and, with the bits of a hash below, of what is no number
 
 
 class SteppingOptions:
@@ -31,13 +34,13 @@ class SteppingOptions:
         self._optimizer = weakref.ref(optimizer)
         self.limits: list[float] = []
 
-    def values(self) -> list[Any]:
-        """All of them as numbers, and tuples of numbers, whose hashes are the same in every process."""
+    def values(self) -> list[int]:
+        """Each of them as 64 bits, the same in every process: those of a number in float64, or of a hash."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        found = [_plain(optimizer.param_groups[group][name]) for group, name in self._places()]
+        found = [_bits(optimizer.param_groups[group][name]) for group, name in self._places()]
         limits = None if not self.limits else self.limits[0] if len(self.limits) == 1 else tuple(self.limits)
-        return [*found, _plain(limits)]
+        return [*found, _bits(limits)]
 
     def name(self, place: int) -> str:
         """What :meth:`values` has at a place, in words."""
@@ -54,43 +57,32 @@ class SteppingOptions:
         return [(number, name) for number, group in groups for name in names if name in group]
 
 
-def digest(values: Sequence[Any]) -> int:
+def digest(values: Sequence[int]) -> int:
     """A number that differs if values differ, and is not 0."""
     return hash(tuple(values)) or 1
 
 
-def bits(value: Any) -> int:
-    """A value of :meth:`SteppingOptions.values` as 64 bits: those of a number, or of a hash."""
-    if isinstance(value, tuple):
-        return _TUPLE | (hash(value) & ((1 << 50) - 1))
-    if value in (_MISSING, _NAN):
-        return int(value)
-    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return found
-
-
 def described(value: int) -> str:
     """What these bits are of, in words."""
-    if value == _MISSING or value >= _TUPLE:
+    if value == _MISSING or value >= _OTHER:
         return "missing" if value == _MISSING else "other values"
     number: float = struct.unpack("<d", struct.pack("<q", value))[0]
     return f"{number:g}"
 
 
-def _plain(value: Any) -> Any:
-    kind = type(value)
-    if kind is float:
-        return value if value == value else _NAN
-    if kind is int or kind is bool:
-        return value if abs(value) < 1 << 62 else (value,)
-    if value is None:
-        return _MISSING
+def _bits(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         # Reading one of a GPU would wait for it.
         is_number = value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()
-        return _plain(value.item()) if is_number else 0
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
+        value = value.item() if is_number else 0.0
+    if value is None:
+        return _MISSING
     if isinstance(value, str):
-        return (zlib.crc32(value.encode()),)
-    return _plain(float(value)) if isinstance(value, Real) else 0
+        return _OTHER | (zlib.crc32(value.encode()) & _HASH)
+    if isinstance(value, (tuple, list)):
+        return _OTHER | (hash(tuple(map(_bits, value))) & _HASH)
+    if isinstance(value, int) and abs(value) >= 1 << 53:  # float64 would round it
+        return _OTHER | (hash(value) & _HASH)
+    number = float(value) if isinstance(value, Real) else 0.0
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found if number == number else _NAN

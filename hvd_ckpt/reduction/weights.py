@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import TensorSpec
-from hvd_ckpt.reduction.stepping import SteppingOptions, bits, described, digest
+from hvd_ckpt.reduction.stepping import SteppingOptions, described, digest
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
@@ -113,7 +113,7 @@ class _Prepared(NamedTuple):
     turn: int
     step: int
     value: torch.Tensor
-    options: Sequence[Any]
+    options: Sequence[int]
     flags: torch.Tensor
     sampled: Sequence[int]
     sample: torch.Tensor | None
@@ -143,11 +143,11 @@ class WeightVerification:
         self._names, self._parameters, self._process_set = names, parameters, process_set
         self.sample: Callable[[int, Sequence[torch.Tensor]], torch.Tensor] | None = None
         self.compared: list[int] = []
-        self._parts: list[list[_Range]] = []
+        self._parts: list[list[_Range]] = [[]]
         self.turn, self.alone = 0, False
         self.written: list[torch.Tensor] = []
         self.stepping: SteppingOptions | None = None
-        self._options: Sequence[Any] = ()  # that were sent
+        self._options: Sequence[int] = ()  # that were sent
         self._prepared: _Prepared | None = None
         self._sent: _Prepared | None = None
         self._steps = 0  # synchronizations so far
@@ -159,7 +159,7 @@ class WeightVerification:
         chosen = sorted(indices)
         if chosen != self.compared:
             self.compared = chosen
-            self._parts = _divide([self._parameters[index] for index in chosen], chosen)
+            self._parts = _divide([self._parameters[index] for index in chosen], chosen) or [[]]
             self._equal_in.clear()
             self._prepared = self._sent = None
 
@@ -191,7 +191,7 @@ class WeightVerification:
         is_prepared = value is self._sent.value and self._options == self._sent.options
         return self._sent.flags if is_prepared else _flags(value, self._options)
 
-    def _stepping_options(self) -> Sequence[Any]:
+    def _stepping_options(self) -> Sequence[int]:
         return () if self.stepping is None else self.stepping.values()
 
     def prepare(self, exact: bool = True) -> None:
@@ -200,10 +200,10 @@ class WeightVerification:
         """
         self._steps += 1
         most = MAX_RANKS if exact else ROUNDED_RANKS
-        if self._takes_part and self._compares and 1 < self._process_set.size() <= most:
-            turn = (self.turn + 1) % max(len(self._parts), 1)
+        if self._takes_part and 1 < self._process_set.size() <= most:
+            turn = (self.turn + 1) % len(self._parts)
             value, sampled, sample = self._of_part(turn), [], None
-            if self.sample is not None and self._parts:
+            if self.sample is not None and self.compared:
                 sampled = [index for index in self.compared if not self._ignores(index)]
                 sample = self.sample(self._steps, [self._parameters[index] for index in sampled])
                 value = value * _FOLD + fingerprint(sample).to(value.device)
@@ -215,15 +215,11 @@ class WeightVerification:
     def _takes_part(self) -> bool:
         return _Verification.enabled and not self.alone
 
-    @property
-    def _compares(self) -> bool:
-        return bool(self._parts) or self.stepping is not None
-
     @torch.no_grad()
     def _of_part(self, number: int) -> torch.Tensor:
         """The fingerprint of a part, and of its number."""
         total: torch.Tensor | None = None
-        for pieces in self._alike(self._parts[number]) if self._parts else ():
+        for pieces in self._alike(self._parts[number]):
             value = fingerprint(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
             total = value if total is None else total.to(value.device) * _FOLD + value
         # With the number, ranks at different parts show as different, even where these parts have equal bits.
@@ -267,10 +263,8 @@ class WeightVerification:
         Raises:
             WeightsDiffer: it names the first parameter and the ranks.
         """
-        if not self._compares:
-            return
-        part = self.turn % max(len(self._parts), 1)
-        self.turn = (part + 1) % max(len(self._parts), 1)
+        part = self.turn % len(self._parts)
+        self.turn = (part + 1) % len(self._parts)
         if not Sums.equal(values[-Sums.SIZE :], scale):
             self._compare_all(part, total)
         elif self._sent is not None:
@@ -314,7 +308,7 @@ class WeightVerification:
         # What one rank ignores all ignore from here on. Else the ranks would take the fingerprint of a part
         # over different parameters, and exchange this table in every step.
         self._ignored.update(set(self.compared).difference(index for index, _ in columns))
-        turns = {entry.parameter for entry in self._parts[part]} if level and self._parts else set()
+        turns = {entry.parameter for entry in self._parts[part]} if level else set()
         columns.sort(key=lambda pair: pair[0] not in turns)
         # Weights that differ now, and else those that differed when samples were taken.
         sampled = [(index, column + len(self.compared)) for index, column in columns]
@@ -366,7 +360,7 @@ class WeightVerification:
         if len(set(numbers)) == 1:
             table = torch.zeros(len(ranks), numbers[0], dtype=torch.int64)
             if self._options:
-                table[self._process_set.rank()] = torch.tensor([bits(value) for value in self._options])
+                table[self._process_set.rank()] = torch.tensor(self._options)
             rows = dict(zip(ranks, total(table, "options")))
             differ = (len({rows[rank][place] for rank in there}) > 1 for place in range(numbers[0]))
             place = next((place for place, differs in enumerate(differ) if differs), 0)
@@ -383,7 +377,7 @@ class WeightVerification:
         raise error
 
 
-def _flags(value: torch.Tensor, options: Sequence[Any]) -> torch.Tensor:
+def _flags(value: torch.Tensor, options: Sequence[int]) -> torch.Tensor:
     return Sums.encode(value * _FOLD + digest(options) if options else value)
 
 

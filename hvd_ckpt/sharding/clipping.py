@@ -61,12 +61,15 @@ def clip_grad_norm_(
         optimizer.reduce_for_caller()
     split = _split_gradients(owners, chosen)
     if split is None:
-        if any(one.grad is not None and one.grad.is_sparse for one in chosen):
+        clip = _clip_whole if whole_model.is_split() else torch.nn.utils.clip_grad_norm_
+        try:
+            norm = clip(chosen, max_norm, norm_type, error_if_nonfinite)
+        except NotImplementedError as error:
+            if not any(one.grad is not None and one.grad.is_sparse for one in chosen):
+                raise
             raise ValueError(
                 "clip_grad_norm_: a gradient is sparse, and PyTorch has no norm of it: pass sparse_as_dense=True to the optimizer"
-            )
-        clip = _clip_whole if whole_model.is_split() else torch.nn.utils.clip_grad_norm_
-        norm = clip(chosen, max_norm, norm_type, error_if_nonfinite)
+            ) from error
         # All ranks have scaled alike. Without this, step() would take the fingerprint of each gradient to find that out.
         for optimizer in owners:
             optimizer.note_changes()
