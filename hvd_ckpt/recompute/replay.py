@@ -16,30 +16,18 @@ import math
 import operator
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
-from hvd_ckpt.recompute.environment import Modes
-from hvd_ckpt.recompute.keeper import (
-    ATTENTION,
-    DEFAULT_DTYPE,
-    AutocastState,
-    Kept,
-    Plain,
-    RandomState,
-    autocast_context,
-    autocast_state,
-    changed_in_place,
-    memory_of,
-    saving_nothing,
-    version_of,
-)
+from hvd_ckpt.recompute.environment import Environment
+from hvd_ckpt.recompute.keeper import Kept, Plain, changed_in_place, memory_of, saving_nothing, version_of
 from hvd_ckpt.recompute.verify import Observation, Verification
+from hvd_ckpt.utils.random_sources import Source, drawing_from, global_sources, torch_sources
 from hvd_ckpt.utils.spans import span
 
 # Who holds whom. All references point one way, so reference counting frees everything with the graph, and no cycle waits for
@@ -77,31 +65,6 @@ class Reference:
     requires_grad: bool
 
 
-class Setting(NamedTuple):
-    """What the results of a call depend on beside its arguments; calls that ran one after the other usually share one."""
-
-    grad: bool  # whether gradients were enabled
-    autocast: AutocastState
-    dtype: torch.dtype  # the default dtype
-    modes: Modes  # in which it ran; of torch function modes, those outside of the tape
-
-    @classmethod
-    def now(cls, device: str) -> Setting:
-        """The setting of a call that runs now, on a device."""
-        return cls(torch.is_grad_enabled(), autocast_state(device), torch.get_default_dtype(), Modes())
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """A context in which gradients, autocast and the default dtype are as they were."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
-            if any(state[1] for state in (*self.autocast, *autocast_state(self.autocast[-1][0]))):
-                stack.enter_context(autocast_context(self.autocast))
-            stack.enter_context(DEFAULT_DTYPE.changed(self.dtype))
-            yield
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """A torch function that ran in the forward pass.
@@ -109,9 +72,8 @@ class Call:
     Attributes:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
-        setting: what else its results depend on.
-        random: the random state that it started from, if it has drawn random numbers.
-        attention: the kernels that attention was allowed to use, if the call may be an attention.
+        environment: what else its results depend on; calls that ran one after the other usually share one.
+        random: the random states that it started from, if it has drawn random numbers.
         references: the results of earlier calls among its arguments, each once.
         inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
         wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
@@ -123,9 +85,8 @@ class Call:
 
     func: Callable[..., Any]
     number: int
-    setting: Setting
-    random: RandomState | None = None
-    attention: tuple[bool, ...] | None = None
+    environment: Environment
+    random: list[Source]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
@@ -138,20 +99,19 @@ class Call:
 
     @classmethod
     def begun(
-        cls, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Setting | None
+        cls, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Environment | None
     ) -> Call:
-        """A call that is about to run. ``earlier`` is the setting of another call, which is kept if it is still the same."""
-        setting = Setting.now(inputs[0].device.type if inputs else "cpu")
-        call = cls(func, number, earlier if earlier is not None and setting == earlier else setting)
+        """A call that is about to run. ``earlier`` is the environment of another call, which is kept if it is still the same."""
+        environment = earlier if earlier is not None and earlier.is_current() else Environment()
+        random: list[Source] = []
         if not depends_on_arguments_alone(func):
-            call.random = RandomState(*inputs, python=is_custom(func))
-            call.attention = ATTENTION.get()
-        return call
+            random = torch_sources(inputs) + (global_sources() if is_custom(func) else [])
+        return cls(func, number, environment, random)
 
     def ran(self) -> None:
-        """Called when the call has run in the forward pass: drops the random state if nothing was drawn from it."""
-        if self.random is not None and not self.random.moved():
-            self.random = None
+        """Called when the call has run in the forward pass: drops the random states if nothing was drawn from them."""
+        if not any(source.moved() for source in self.random):
+            self.random = []
 
     def keep(self, inner: Sequence[Tensor]) -> None:
         """Keeps the inner tensors of a call that turned out not to be repeatable."""
@@ -274,8 +234,9 @@ def _run_again(
                 open_calls.append(reference.call)
     values: dict[tuple[Call, int], Tensor] = {}
     in_order = sorted(needed, key=lambda call: call.number)
-    for setting, calls in itertools.groupby(in_order, key=lambda call: call.setting):
-        with setting.restored():
+    for environment, calls in itertools.groupby(in_order, key=operator.attrgetter("environment")):
+        # Without autocast's cache, which must not hold a cast of a replayed argument.
+        with environment.entered(caching=False), saving_nothing():
             for call in calls:
                 for reference in call.references:
                     place = (reference.call, reference.output)
@@ -295,6 +256,7 @@ def _run_again(
 
 
 _SPECIFIED = (Stored, Scratch, Reference)
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class _Enough(Exception):
@@ -304,10 +266,10 @@ class _Enough(Exception):
 class _Run:
     """Runs a call again.
 
-    Everything that a result depends on is as it was: gradients (PyTorch also chooses kernels by that), autocast, random state,
-    attention kernels, default dtype, modes, and which arguments are the same tensor. Autograd saves nothing here: ``_pack`` sees
-    what it would save, skips the arguments, numbers the rest as ``Tape.pack`` did, and ends the call once the last wanted tensor
-    has appeared, so that a matrix product that is the last step of a call need not run.
+    Everything that a result depends on is as it was: the settings of the environment (PyTorch also chooses kernels by whether
+    gradients are enabled), modes, random state, and which arguments are the same tensor. Autograd saves nothing here: ``_pack``
+    sees what it would save, skips the arguments, numbers the rest as ``Tape.pack`` did, and ends the call once the last wanted
+    tensor has appeared, so that a matrix product that is the last step of a call need not run.
     """
 
     def __init__(
@@ -325,13 +287,12 @@ class _Run:
         call, results = self._call, []
         args = map_tensors(self._argument, _SPECIFIED, call.args)
         kwargs = map_tensors(self._argument, _SPECIFIED, call.kwargs)
+        random = drawing_from(call.random) if call.random else _NOTHING
+        hooks = saving_nothing(self._pack) if self._wanted else _NOTHING
         try:
-            # A call without them draws no random numbers and is no attention.
-            restored = contextlib.nullcontext() if call.attention is None else self._restored()
-            with restored, saving_nothing(self._pack):
-                results = [
-                    result.detach() for result in tensors_in(call.setting.modes.run(call.func, args, kwargs))
-                ]
+            with random, hooks:
+                result = call.environment.modes.run(call.func, args, kwargs)
+                results = [tensor.detach() for tensor in tensors_in(result)]
         except _Enough:
             pass
         finally:
@@ -344,14 +305,6 @@ class _Run:
                 "the forward pass: it must save the same tensors each time."
             )
         return results, self._inner
-
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        """A context with the random state and the kernels of attention of the first time."""
-        call = self._call
-        random = contextlib.nullcontext() if call.random is None else call.random()
-        with random, ATTENTION.changed(call.attention):
-            yield
 
     def _argument(self, spec: Any) -> Tensor:
         # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
@@ -379,7 +332,7 @@ class _Run:
         number = len(self._inner)
         self._inner.append(tensor.detach() if number in self._wanted else None)
         # A kernel that draws random numbers may fill a tensor after it was saved (rrelu does), so such a call runs to its end.
-        if not self._result_needed and number >= self._last and self._call.random is None:
+        if not self._result_needed and number >= self._last and not self._call.random:
             raise _Enough
 
     def _is_argument(self, tensor: Tensor) -> bool:

@@ -46,7 +46,7 @@ from hvd_ckpt.recompute.calls import (
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
 from hvd_ckpt.recompute.region import refuse_transforms
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View, unpack
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.utils.frames import depth, keeps_everything
@@ -179,7 +179,7 @@ class Tape(TorchFunctionMode):
         # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass. Where it
         # has been freed, its address is another tensor's.
         self._written: dict[int, StorageWeakRef] = {}
-        self._setting: Setting | None = None  # of the last dropped call
+        self._environment: Environment | None = None  # of the last dropped call
         self._token = object()  # tells this tape's marks on tensors from those of earlier tapes
 
     def __torch_function__(
@@ -226,10 +226,10 @@ class Tape(TorchFunctionMode):
                 self._protect(func, args, kwargs)
             if drops and self._repeatable(func, args, kwargs, running.inputs, may_change):
                 running.call = Call.begun(
-                    func, number, [tensor for tensor, _, _ in running.inputs], self._setting
+                    func, number, [tensor for tensor, _, _ in running.inputs], self._environment
                 )
                 running.group = Group()
-                self._setting = running.call.setting
+                self._environment = running.call.environment
                 self._begin(running.call)
         outer, self._running = self._running, running
         try:
@@ -246,7 +246,7 @@ class Tape(TorchFunctionMode):
         if outputs:
             self._count += 1
             if running.call is not None:
-                self._record(running, needs_grad, outputs)
+                self._record(running, needs_grad, outputs, may_change)
             elif self._dropped and not self._expected(number, running.name):
                 # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
@@ -318,26 +318,22 @@ class Tape(TorchFunctionMode):
                     copy = stored.kept.peek().clone()
                 stored.kept = self.keeper.keep(copy, call_name(call.func))
 
-    def _record(self, running: _Running, needs_grad: list[bool], outputs: list[Tensor]) -> None:
+    def _record(
+        self, running: _Running, needs_grad: list[bool], outputs: list[Tensor], may_change: bool
+    ) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
         # A call that has run changes nothing, or running statistics (which a replay updates in scratch copies), or its first
         # argument, if it returns that and it is a dropped result itself. Whatever else it has changed, its results are kept.
-        call, group, inputs, args, kwargs = (
-            running.call,
-            running.group,
-            running.inputs,
-            running.args,
-            running.kwargs,
-        )
+        call, group, inputs = running.call, running.group, running.inputs
         assert call is not None and group is not None and inputs is not None
-        changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
+        changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]] if may_change else []
         sources = {id(tensor) for tensor, _, _ in inputs}
         new = [
             (output, tensor) for output, tensor in enumerate(outputs) if changed or id(tensor) not in sources
         ]
         if not new and not call.inner:
             return
-        scratch = statistics_of(call.func, args, kwargs)
+        scratch = statistics_of(call.func, running.args, running.kwargs) if may_change else []
         changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
         if changed:
             if (
@@ -373,7 +369,9 @@ class Tape(TorchFunctionMode):
                     group.merge(tag.group.root())
                 specified[id(tensor)] = reference = Reference(tag.call, tag.output, requires_grad)
                 call.references.append(reference)
-        call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
+        call.args, call.kwargs = map_tensors(
+            lambda tensor: specified[id(tensor)], Tensor, (running.args, running.kwargs)
+        )
         group.calls.append(call)
         for output, tensor in new:
             fresh = memory_of(tensor) not in foreign

@@ -123,7 +123,6 @@ try:
         _get_current_dispatch_mode_stack as dispatch_mode_stack,
     )
     from torch.utils.checkpoint import (
-        _infer_device_type as infer_device_type,
         _StopRecomputationError as StopRecomputationError,
     )
 

@@ -71,7 +71,7 @@ REFUSED = {
     "segments": REPEATED | HOOKED,
     "reentrant segments": REPEATED | UNRECORDED,
     "lambdas": REPEATED | HOOKED,
-    "CheckpointFunction": REPEATED | UNRECORDED,
+    "CheckpointFunction": REPEATED | HOOKED,
 }
 OF_POLICIES = HOOKED | {
     "operator with its own noise",
