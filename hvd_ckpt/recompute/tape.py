@@ -137,6 +137,7 @@ def run_selectively(
     try:
         with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
+        tape.copy_written()
     finally:
         tape.close()
     return result
@@ -195,12 +196,17 @@ class Tape(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
-    def close(self) -> None:
-        """Ends the forward pass: removes all marks, and hands collected tensors to the outer hooks."""
-        # Before the keeper closes, which saves what has been collected until then: these copies, too.
+    def copy_written(self) -> None:
+        """Copies kept arguments in small tensors that calls have changed; called at the end of a forward pass that has come to it.
+
+        An error ends it before: that of an outer region's recomputation, which has all the tensors that it needs, among them.
+        """
         for memory, storage in self._written.items():
             if not storage.expired():  # type: ignore[no-untyped-call]
                 self._copy_stored(memory)
+
+    def close(self) -> None:
+        """Ends the forward pass: removes all marks."""
         self.keeper.close()
         self._stored.clear()
         for reference in self._tagged:

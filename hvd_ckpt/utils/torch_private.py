@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 OLDEST = (2, 6)  # setup.cfg asks for the same
 
 ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    (torch.Tensor, ("_version", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
     (forward_ad, ("_current_level",)),
