@@ -228,15 +228,16 @@ class Environment:
     def entered(self, caching: bool = True) -> Iterator[None]:
         """A context with the settings; without the cache of autocast, if it is not ``caching``."""
         before = _read()
+        entered = self._settings if caching else (*self._settings[:-1], False)
         # As in torch.autocast: the outermost context of autocast ends with an empty cache.
         torch.autocast_increment_nesting()
         try:
-            _change(before, self._settings if caching else (*self._settings[:-1], False))
+            _change(before, entered)
             yield
         finally:
             if not torch.autocast_decrement_nesting():
                 torch.clear_autocast_cache()
-            _change(_read(), before)
+            _change(entered, before)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs ``function(*args, **kwargs)`` in this environment."""

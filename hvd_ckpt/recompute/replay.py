@@ -157,7 +157,7 @@ class Group:
             # Autograd unpacks on one thread for each device: the lock lets one of them replay and the others read its cache.
             if key not in call.cache:
                 with span("recompute", self._title):
-                    self._replay()
+                    _run_again([member for member in self.calls if member.wanted], set(self.calls))
             tensor = _cached(call, key)
             entry = call.cache[key]
             entry[1] -= 1
@@ -169,18 +169,6 @@ class Group:
         """Names of the calls, for a trace."""
         names = [call_name(call.func) for call in self.calls]
         return f"recompute {', '.join(names if len(names) <= 4 else [*names[:3], '...', names[-1]])}"
-
-    def _replay(self) -> None:
-        """Runs the calls again whose results or inner tensors are wanted, and caches these tensors."""
-
-        def cache(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
-            for key, count in call.wanted.items():
-                tensor = results[key] if key >= 0 else inner[-1 - key]
-                assert tensor is not None
-                call.cache[key] = [tensor, count, version_of(tensor)]
-
-        members = set(self.calls)
-        _run_again([call for call in members if call.wanted], members, cache)
 
 
 def _cached(call: Call, key: int) -> Tensor:
@@ -195,31 +183,23 @@ def _compute(reference: Reference) -> Tensor:
     """One result for another group that begins with it; nothing is cached."""
     if reference.output in reference.call.cache:
         return _cached(reference.call, reference.output)
-    computed: list[Tensor] = []
-
-    def take(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
-        if call is reference.call:
-            computed.append(results[reference.output])
-
-    _run_again([reference.call], None, take)
-    return computed[0]
+    place = reference.call, reference.output
+    return _run_again([reference.call], None, place)[place]
 
 
 def _run_again(
-    wanted: Sequence[Call],
-    members: Container[Call] | None,
-    take: Callable[[Call, list[Tensor], list[Tensor | None]], None],
-) -> None:
+    wanted: Sequence[Call], members: Container[Call] | None, *returned: tuple[Call, int]
+) -> dict[tuple[Call, int], Tensor]:
     """Runs the wanted calls and the calls they depend on, in order.
 
     Args:
-        members: the calls of the group that is replayed; results of other groups come from :func:`_compute`. None to compute
-            results only, without inner tensors, across groups.
-        take: called with each call that has run, its results and its inner tensors.
+        members: the calls of the group that is replayed, whose wanted tensors are cached; results of other groups come from
+            :func:`_compute`. None to compute results only, without inner tensors, across groups.
+        returned: results that are returned, by call and number.
     """
     # First backward through the references, to find the calls that are needed and to count the readers of each result; then
     # forward. A result is freed when its last reader has run.
-    readers: dict[tuple[Call, int], int] = defaultdict(int)
+    readers: dict[tuple[Call, int], int] = defaultdict(int, dict.fromkeys(returned, 1))
     read: set[Call] = set()
     needed, open_calls = set(wanted), list(wanted)
     while open_calls:
@@ -252,7 +232,11 @@ def _run_again(
                 for output, result in enumerate(results):
                     if readers[call, output]:
                         values[call, output] = result
-                take(call, results, inner)
+                for key, count in call.wanted.items() if members is not None else ():
+                    tensor = results[key] if key >= 0 else inner[-1 - key]
+                    assert tensor is not None
+                    call.cache[key] = [tensor, count, version_of(tensor)]
+    return values
 
 
 _SPECIFIED = (Stored, Scratch, Reference)
@@ -279,7 +263,8 @@ class _Run:
         # Numbers of the inner tensors that are wanted, and the last of them.
         self._wanted = {-1 - key for key in call.wanted if key < 0} if inner_needed else set()
         self._last = max(self._wanted, default=-1)
-        self._arguments: dict[int, tuple[Tensor, int]] = {}  # by specification: each tensor with its version
+        # By specification: each tensor with its version and, if inner tensors are wanted, its memory.
+        self._arguments: dict[int, tuple[Tensor, int, int | None]] = {}
         self._inner: list[Tensor | None] = []
 
     def run(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -310,7 +295,8 @@ class _Run:
         # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
         if id(spec) not in self._arguments:
             tensor = self._build(spec)
-            self._arguments[id(spec)] = tensor, version_of(tensor)
+            memory = memory_of(tensor) if self._wanted else None
+            self._arguments[id(spec)] = tensor, version_of(tensor), memory
         return self._arguments[id(spec)][0]
 
     def _build(self, spec: Any) -> Tensor:
@@ -339,9 +325,8 @@ class _Run:
         """Whether it is an argument that has not changed since, or a view of one."""
         memory = memory_of(tensor)
         return any(
-            (source is tensor or (memory is not None and memory_of(source) == memory))
-            and version_of(source) == version
-            for source, version in self._arguments.values()
+            (source is tensor or (memory is not None and known == memory)) and version_of(source) == version
+            for source, version, known in self._arguments.values()
         )
 
 

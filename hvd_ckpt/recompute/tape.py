@@ -93,7 +93,25 @@ class _Tag(NamedTuple):
     fresh: bool  # the result lies in memory that dropped calls have allocated
 
 
-_Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
+class _Input:
+    """A tensor among the arguments of a call, as it was before the call.
+
+    A version that has grown afterwards shows a change in place, which may also have made the tensor require a gradient.
+    """
+
+    __slots__ = ("_memory", "requires_grad", "tag", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, tag: _Tag | None) -> None:
+        self.tensor, self.tag = tensor, tag
+        self.version, self.requires_grad = version_of(tensor), tensor.requires_grad
+        self._memory: int | None = -1  # not known yet
+
+    @property
+    def memory(self) -> int | None:
+        """The address of its memory."""
+        if self._memory == -1:
+            self._memory = memory_of(self.tensor)
+        return self._memory
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +122,8 @@ class _Running:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str
-    inputs: _Inputs | None = None  # until they are needed, for a function that changes none of them
+    may_change: bool  # whether it may change its arguments in place
+    inputs: list[_Input] | None = None  # until they are needed, for a function that changes none of them
     call: Call | None = None  # None if its results are not dropped, like the group
     group: Group | None = None
     inner: list[Tensor] = field(default_factory=list)  # new ones that it has saved, and may have to keep
@@ -219,20 +238,16 @@ class Tape(TorchFunctionMode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
         number = self._count
-        running = _Running(func, args, kwargs, call_name(func))
-        drops = self._drops(number, running.name)
-        needs_grad: list[bool] = []
         may_change = "out" in kwargs or not changes_nothing(func)
+        running = _Running(func, args, kwargs, call_name(func), may_change)
+        drops = self._drops(number, running.name)
         if drops or may_change:
-            # Read before the call: a version that has grown afterwards shows a change in place, which may also have made a tensor
-            # require a gradient.
             running.inputs = self._inputs(args, kwargs)
-            needs_grad = [tensor.requires_grad for tensor, _, _ in running.inputs]
             if may_change:
                 self._protect(func, args, kwargs)
-            if drops and self._repeatable(func, args, kwargs, running.inputs, may_change):
+            if drops and self._repeatable(running, running.inputs):
                 running.call = Call.begun(
-                    func, number, [tensor for tensor, _, _ in running.inputs], self._environment
+                    func, number, [given.tensor for given in running.inputs], self._environment
                 )
                 running.group = Group()
                 self._environment = running.call.environment
@@ -252,14 +267,14 @@ class Tape(TorchFunctionMode):
         if outputs:
             self._count += 1
             if running.call is not None:
-                self._record(running, needs_grad, outputs, may_change)
+                self._record(running, outputs)
             elif self._dropped and not self._expected(number, running.name):
                 # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
         return result
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        return [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Input]:
+        return [_Input(tensor, self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
 
     def _begin(self, call: Call) -> None:
         """Called before a droppable call runs; for subclasses (``planning.trace``)."""
@@ -272,24 +287,19 @@ class Tape(TorchFunctionMode):
         return number < len(calls) and calls[number] == name
 
     @staticmethod
-    def _repeatable(
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: _Inputs,
-        may_change: bool,
-    ) -> bool:
+    def _repeatable(running: _Running, inputs: list[_Input]) -> bool:
         """Whether the call gives the same results when it runs again with the same arguments.
 
         A call that changes its first argument in place is repeatable if a replay allocates that argument again, that is, if it
         lies in memory that dropped calls have allocated.
         """
+        func, args, kwargs = running.func, running.args, running.kwargs
         if func in UNREPEATABLE or any(isinstance(value, _CHANGING) for value in (*args, *kwargs.values())):
             return False
-        changed = changed_by(func, args, kwargs) if may_change else []
+        changed = changed_by(func, args, kwargs) if running.may_change else []
         if not changed:
             return True
-        first, _, tag = inputs[0]
+        first, tag = inputs[0].tensor, inputs[0].tag
         return all(tensor is first for tensor in changed) and tag is not None and tag.fresh
 
     def _tag(self, tensor: Tensor) -> _Tag | None:
@@ -324,30 +334,27 @@ class Tape(TorchFunctionMode):
                     copy = stored.kept.peek().clone()
                 stored.kept = self.keeper.keep(copy, call_name(call.func))
 
-    def _record(
-        self, running: _Running, needs_grad: list[bool], outputs: list[Tensor], may_change: bool
-    ) -> None:
+    def _record(self, running: _Running, outputs: list[Tensor]) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
         # A call that has run changes nothing, or running statistics (which a replay updates in scratch copies), or its first
         # argument, if it returns that and it is a dropped result itself. Whatever else it has changed, its results are kept.
         call, group, inputs = running.call, running.group, running.inputs
         assert call is not None and group is not None and inputs is not None
-        changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]] if may_change else []
-        sources = {id(tensor) for tensor, _, _ in inputs}
+        may_change = running.may_change
+        changed = (
+            [given for given in inputs if version_of(given.tensor) != given.version] if may_change else []
+        )
+        sources = {id(given.tensor) for given in inputs}
         new = [
             (output, tensor) for output, tensor in enumerate(outputs) if changed or id(tensor) not in sources
         ]
         if not new and not call.inner:
             return
         scratch = statistics_of(call.func, running.args, running.kwargs) if may_change else []
-        changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
+        changed = [given for given in changed if not any(given.tensor is statistic for statistic in scratch)]
         if changed:
-            if (
-                len(changed) == 1
-                and changed[0] is inputs[0]
-                and inputs[0][2] is not None
-                and outputs[0] is inputs[0][0]
-            ):
+            first = inputs[0]
+            if changed == [first] and first.tag is not None and outputs[0] is first.tensor:
                 call.in_place = True
             else:
                 call.keep(running.inner)
@@ -356,28 +363,27 @@ class Tape(TorchFunctionMode):
         # Memory that a replay finds and does not allocate: of kept arguments, and of results that lie in it. A result in it is
         # not fresh, so that a later call which changes it in place cannot be dropped.
         foreign: set[int | None] = set()
-        for (tensor, _, tag), requires_grad in zip(inputs, needs_grad):
+        for given in inputs:
+            tensor, tag = given.tensor, given.tag
             if id(tensor) in specified:
                 continue
-            memory = None
             if tag is None or not tag.fresh:
-                memory = memory_of(tensor)
-                foreign.add(memory)
+                foreign.add(given.memory)
             if scratch and any(tensor is statistic for statistic in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
-                specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, running.name), requires_grad)
-                self._stored.setdefault(memory or 0, []).append((weakref.ref(stored), call))
+                stored = Stored(self.keeper.keep(tensor, running.name), given.requires_grad)
+                specified[id(tensor)] = stored
+                self._stored.setdefault(given.memory or 0, []).append((weakref.ref(stored), call))
             else:
                 # The argument is a dropped result: the two calls are replayed together, except across a break.
                 tag.call.read = True
                 if tag.call.number not in self._policy.breaks:
                     group.merge(tag.group.root())
-                specified[id(tensor)] = reference = Reference(tag.call, tag.output, requires_grad)
+                specified[id(tensor)] = reference = Reference(tag.call, tag.output, given.requires_grad)
                 call.references.append(reference)
-        call.args, call.kwargs = map_tensors(
-            lambda tensor: specified[id(tensor)], Tensor, (running.args, running.kwargs)
-        )
+        call.args = map_tensors(lambda tensor: specified[id(tensor)], Tensor, running.args)
+        call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, running.kwargs)
         group.calls.append(call)
         for output, tensor in new:
             fresh = memory_of(tensor) not in foreign
@@ -407,10 +413,14 @@ class Tape(TorchFunctionMode):
             if any(value is tensor for value in running.args):
                 return self.keeper.keep(tensor, name)
             running.inputs = self._inputs(running.args, running.kwargs)
-        memory = memory_of(tensor)
-        for source, version, tag in running.inputs:
-            same = source is tensor or (memory is not None and memory_of(source) == memory)
-            if same and version_of(source) == version:
+        memory: int | None = -1  # not known yet
+        for given in running.inputs:
+            source, tag = given.tensor, given.tag
+            if source is not tensor:
+                memory = memory_of(tensor) if memory == -1 else memory
+                if memory is None or given.memory != memory:
+                    continue
+            if version_of(source) == given.version:
                 # The place of a view is only valid if a replay returns the result in the same memory layout. A result that is a
                 # view of a kept tensor may not, if that tensor passes through other hooks, which may return it in less memory.
                 can_be_viewed = tag is not None and (tag.fresh or not self.keeper.collecting)
