@@ -118,13 +118,13 @@ def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
 
 @functools.cache
 def changes_nothing(func: Callable[..., Any]) -> bool:
-    """Whether the function calls a single operator of PyTorch that changes no argument but one that is given as ``out``."""
+    """Whether the function reads an attribute, or calls a single operator of PyTorch that changes no argument but one that is given
+    as ``out``."""
+    if func in UNTRACKED:
+        return False
     places, inplace = _mutable(func)
-    return (
-        depends_on_arguments_alone(func)
-        and inplace is None
-        and all(name == "out" for _, name in places)
-        and func not in UNTRACKED
+    return call_name(func).endswith(".__get__") or (
+        depends_on_arguments_alone(func) and inplace is None and all(name == "out" for _, name in places)
     )
 
 

@@ -59,12 +59,12 @@ class Keeper:
             slot = self._slots[key] = _Slot(alone, packed, unpack, stride, version, changed=version)
         return Kept(slot, user)
 
-    def keep_new(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
+    def keep_new(self, tensor: Tensor, user: str, then: Callable[[Callable[[], object]], None]) -> Any:
         """The object to hold in place of a tensor that the running call makes: as bits, or as it is.
 
         Args:
             user: the function that saves the tensor.
-            after: callbacks for the time when the running call has returned, which is when the form is chosen.
+            then: takes a callback for the time when the running call has returned, which is when the form is chosen.
         """
         # Other hooks may copy what they are given, and the call may still fill it.
         if not (self._compresses or self.collecting):
@@ -81,7 +81,7 @@ class Keeper:
             else:
                 later.packed = packed
 
-        after.append(choose)
+        then(choose)
         return later
 
     def close(self) -> None:

@@ -323,9 +323,12 @@ class _Run:
 
     def _is_argument(self, tensor: Tensor) -> bool:
         """Whether it is an argument that has not changed since, or a view of one."""
+        for source, version, _ in self._arguments.values():
+            if source is tensor and version_of(source) == version:
+                return True
         memory = memory_of(tensor)
-        return any(
-            (source is tensor or (memory is not None and known == memory)) and version_of(source) == version
+        return memory is not None and any(
+            known == memory and version_of(source) == version
             for source, version, known in self._arguments.values()
         )
 

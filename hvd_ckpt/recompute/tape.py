@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ from hvd_ckpt.recompute.calls import (
 )
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
-from hvd_ckpt.recompute.region import refuse_transforms
+from hvd_ckpt.recompute.reach import refuse_transforms
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
@@ -114,20 +114,33 @@ class _Input:
         return self._memory
 
 
-@dataclass(eq=False, slots=True)
 class _Running:
-    """The torch function that is running."""
+    """The torch function that is running.
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
-    may_change: bool  # whether it may change its arguments in place
-    inputs: list[_Input] | None = None  # until they are needed, for a function that changes none of them
-    call: Call | None = None  # None if its results are not dropped, like the group
-    group: Group | None = None
-    inner: list[Tensor] = field(default_factory=list)  # new ones that it has saved, and may have to keep
-    after: list[Callable[[], object]] = field(default_factory=list)  # when it has filled what it has saved
+    Attributes:
+        may_change: whether it may change its arguments in place.
+        inputs: None until they are needed, for a function that changes none of them.
+        call, group: None if its results are not dropped.
+        inner: new tensors that it has saved, and may have to keep.
+        after: callbacks for the time when it has filled what it has saved.
+    """
+
+    __slots__ = ("after", "args", "call", "func", "group", "inner", "inputs", "kwargs", "may_change", "name")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # For each torch function of a block, so nothing is made here that most do not need.
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name = call_name(func)
+        self.may_change = "out" in kwargs or not changes_nothing(func)
+        self.inputs: list[_Input] | None = None
+        self.call: Call | None = None
+        self.group: Group | None = None
+        self.inner: list[Tensor] | None = None
+        self.after: list[Callable[[], object]] | None = None
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` when the function has returned."""
+        self.after = [callback] if self.after is None else [*self.after, callback]
 
 
 @disable_dynamo
@@ -238,12 +251,11 @@ class Tape(TorchFunctionMode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
         number = self._count
-        may_change = "out" in kwargs or not changes_nothing(func)
-        running = _Running(func, args, kwargs, call_name(func), may_change)
+        running = _Running(func, args, kwargs)
         drops = self._drops(number, running.name)
-        if drops or may_change:
+        if drops or running.may_change:
             running.inputs = self._inputs(args, kwargs)
-            if may_change:
+            if running.may_change:
                 self._protect(func, args, kwargs)
             if drops and self._repeatable(running, running.inputs):
                 running.call = Call.begun(
@@ -258,12 +270,12 @@ class Tape(TorchFunctionMode):
         finally:
             self._running = outer
         outputs = [result] if isinstance(result, Tensor) else tensors_in(result)
-        for finish in running.after:
+        for finish in running.after or ():
             finish()
         if running.call is not None:
             running.call.ran()
             if not outputs:
-                running.call.keep(running.inner)
+                running.call.keep(running.inner or ())
         if outputs:
             self._count += 1
             if running.call is not None:
@@ -357,7 +369,7 @@ class Tape(TorchFunctionMode):
             if changed == [first] and first.tag is not None and outputs[0] is first.tensor:
                 call.in_place = True
             else:
-                call.keep(running.inner)
+                call.keep(running.inner or ())
                 return
         specified: dict[int, Stored | Scratch | Reference] = {}
         # Memory that a replay finds and does not allocate: of kept arguments, and of results that lie in it. A result in it is
@@ -434,13 +446,13 @@ class Tape(TorchFunctionMode):
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
-            return self.keeper.keep_new(tensor, name, running.after)
+            return self.keeper.keep_new(tensor, name, running.then)
         running.call.inner += 1
         if not depends_on_arguments_alone(running.func):  # it may change its arguments past its schema
-            running.inner.append(tensor)
+            running.inner = [*(running.inner or ()), tensor]
         holder = _hold(running.group, running.call, -running.call.inner)
         if self._verification is not None:
-            running.after.append(functools.partial(self._see, holder, tensor))
+            running.then(functools.partial(self._see, holder, tensor))
         return holder
 
     def _see(self, holder: Holder, tensor: Tensor) -> Holder:
