@@ -72,7 +72,7 @@ def checkpoint(
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is not a bool.
         ValueError: ``context_fn`` or ``debug`` is given with the reentrant variant, or ``determinism_check`` is unknown.
         RuntimeError (in the backward pass of the reentrant variant): an argument requires gradients, but no result of
-            ``function`` does.
+            ``function`` does; or the backward pass is that of :func:`torch.autograd.grad`, or has ``create_graph=True``.
     """
     options = Options(
         use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, partition
