@@ -98,7 +98,7 @@ def lost_noise(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.rrelu(x, training=True)
 
 
-EVERY_WAY = each_of("non-reentrant", "reentrant", "CheckpointFunction", "lambda", "segments")
+EVERY_WAY = each_of("non-reentrant", "reentrant", "lambda", "segments")
 CHECKPOINT_AND_TAPE = pytest.mark.parametrize("run", [checkpoint, on_tape], ids=["checkpoint", "tape"])
 
 
