@@ -200,10 +200,11 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 )
 """Functions that read and set the settings; the last of them is autocast's cache of casts."""
+_READERS = [get for get, _ in _SETTINGS]
 
 
 def _read() -> tuple[Any, ...]:
-    return tuple([get() for get, _ in _SETTINGS])
+    return tuple([get() for get in _READERS])  # for each dropped call
 
 
 class Environment:
