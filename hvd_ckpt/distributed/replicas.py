@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
-from hvd_ckpt.sharding.replicas import ComputesReplicas
-from hvd_ckpt.sharding.tree import TreeCommunicator
+from hvd_ckpt.distributed.replica_reducers import ComputesReplicas
+from hvd_ckpt.distributed.tree import TreeCommunicator
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.states import Count, Positive, State
 from hvd_ckpt.utils.torch_private import foreach_copy_

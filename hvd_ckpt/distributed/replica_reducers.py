@@ -15,6 +15,7 @@ from horovod.torch.mpi_ops import Average
 
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.collectives.formats import sum_dtype
+from hvd_ckpt.distributed.tree import TREE, Leaves, TreeCommunicator
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.flags import ControlFlags
@@ -24,7 +25,6 @@ from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
-from hvd_ckpt.sharding.tree import TREE, Leaves, TreeCommunicator
 
 
 class ComputesReplicas(Machine):

@@ -14,8 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives import rows
-from hvd_ckpt.distributed import extension
-from hvd_ckpt.sharding import tree
+from hvd_ckpt.distributed import extension, tree
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
