@@ -174,8 +174,7 @@ class ShardReplicaReducer(ComputesReplicas, ShardReducer):
 
     def _has_more(self, index: int) -> bool:
         aside = index in self._leaves.indices
-        was_sent = index in self._rounds and self._gradients[index].state is not DROPPED
-        return super()._has_more(index) or (aside and not was_sent)
+        return super()._has_more(index) or (aside and not self._gradients[index].is_away)
 
     def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
         left = {index for index in group.indices if self._gradients[index].state is not DROPPED}
