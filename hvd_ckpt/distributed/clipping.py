@@ -15,7 +15,7 @@ from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
+from hvd_ckpt.utils.torch_private import foreach_norm
 
 
 def clip_grad_norm_(
@@ -88,10 +88,7 @@ def clip_grad_norm_(
         total = float(joined)
     result = torch.as_tensor(total, dtype=_norm_dtype(dtypes))
     _check_finite(result, norm_type, error_if_nonfinite)
-    if isinstance(total, torch.Tensor):
-        torch.nn.utils.clip_grads_with_norm_(split.as_given(), max_norm, total)
-    else:
-        split.clip(float(max_norm), total)
+    split.clip(float(max_norm), torch.as_tensor(total, dtype=None if as_whole else torch.float64))
     return result
 
 
@@ -224,18 +221,11 @@ class SplitGradients:
         total: torch.Tensor = torch.linalg.vector_norm(in_order, order)
         return total
 
-    def as_given(self) -> list[torch.Tensor]:
-        """The pieces, each as often as its parameter was given."""
-        return [piece.parameter for piece in self.pieces for _ in range(self._times[piece.index])]
-
-    def clip(self, max_norm: float, total: float) -> None:
-        """Scales them as torch does for that norm of all gradients."""
-        # A nan must reach the gradients, as in torch; what min() makes of one depends on the order of its arguments.
-        coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
+    def clip(self, max_norm: float, total: torch.Tensor) -> None:
+        """Scales them as torch does for that norm of all gradients, each as often as its parameter was given."""
         for turn in range(max(self._times.values(), default=0)):
-            scaled = [_gradient(piece) for piece in self.pieces if self._times[piece.index] > turn]
-            if scaled:
-                foreach_mul_(scaled, coefficient)
+            pieces = [piece.parameter for piece in self.pieces if self._times[piece.index] > turn]
+            torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, total)
 
 
 def _gradient(piece: Piece) -> torch.Tensor:
