@@ -203,6 +203,8 @@ def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
         resumed.load_reduction_state_dict({**state, "order": ["elsewhere"]})
     with pytest.raises(ValueError, match="version 7"):
         resumed.load_reduction_state_dict({"version": 7})
+    with pytest.raises(ValueError, match="is a NoneType, and must be a dict"):
+        resumed.load_reduction_state_dict(None)
 
 
 @several

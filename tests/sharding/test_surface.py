@@ -245,6 +245,28 @@ def test_state_is_a_mapping_of_what_this_rank_has(stage: int) -> None:
     assert optimizer.state.pop(torch.nn.Parameter(torch.ones(2)), None) is None  # of another optimizer
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a count of its steps that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"] = {"steps": self.state["all"].get("steps", 0) + 1}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_no_parameter_is_in_whole_states(stage: int) -> None:
+    model, optimizer = build(lambda groups: Counting(groups, lr=0.1, momentum=0.9), stage, elementwise=True)
+    for number in range(2):
+        step(model, optimizer, number)
+    state = optimizer.full_state_dict(all_ranks=True)
+    assert state["state"]["all"] == {"steps": 2}
+    optimizer.state["all"]["steps"] = 7
+    optimizer.load_state_dict(state)
+    assert optimizer.state["all"] == {"steps": 2}
+    step(model, optimizer, 2)
+    assert optimizer.state["all"] == {"steps": 3}
+
+
 # -------------------------------------------------------------------------------------- frozen parameters
 
 
