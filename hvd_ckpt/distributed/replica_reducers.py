@@ -158,9 +158,6 @@ class ShardReplicaReducer(ComputesReplicas, ShardReducer):
         how = HowReduced(TREE, Average, replicas=replicas)
         super().__init__(replicas, Leaves(), layout, exchange, how, None)
 
-    def set_passes(self, passes: int) -> None:
-        """Does nothing: all passes of a step are one round."""
-
     def begin_replica(self) -> None:
         # A new step begins: what the last one has left in shards, and its placeholders, are dropped.
         if not self._computed:

@@ -61,8 +61,9 @@ class Schedule:
         self.reset()
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on."""
-        self._next_passes = passes
+        """Another number of backward passes in a round, from the next step on, where that is not all those of a step."""
+        if self._next_passes is not None:
+            self._next_passes = passes
         if not any(self.launched) and not any(self._arrived_in_round):  # else the step has begun
             self.begin_step()
 

@@ -385,6 +385,7 @@ def test_wrong_names_and_wrapping_twice() -> None:
 
     missing = r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)"
     raises_everywhere(ValueError, missing, lambda: wrap_with(names[:2]))
+    raises_everywhere(ValueError, "tuples", lambda: wrap_with([(*pair, 1) for pair in names]))
     raises_everywhere(ValueError, "already", lambda: hc.DistributedOptimizer(wrap(model)))
     if hc.rank() == 0:  # an error of one rank is raised on all
         names[1] = (names[0][0], names[1][1])

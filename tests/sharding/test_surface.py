@@ -209,6 +209,7 @@ def test_schedule_free_optimizers_change_to_evaluation_and_back(inside: bool, st
         lambda state, parameter: state.pop(parameter, None),
         lambda state, parameter: parameter in state,
         lambda state, parameter: state.setdefault(parameter, {}),
+        lambda state, parameter: state.update({parameter: {}}),
         lambda state, parameter: state.__setitem__(parameter, {"exp_avg": torch.ones(70, WIDTH)}),
     ],
 )
