@@ -351,6 +351,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     "options",
     [
         {"op": "sum"},
+        {"op": [hc.Sum]},
         {"compression": None},
         {"compression": "fp16"},
         {"process_set": 0},
