@@ -153,6 +153,21 @@ def test_other_operations_reduce_at_the_end() -> None:
     same_everywhere(model)
 
 
+@several
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_sparse_gradients_are_gathered_in_their_type(dtype: torch.dtype) -> None:
+    """Each rank has row 0, and one of its own."""
+    table = nn.Parameter(torch.zeros(hc.size() + 1, 2, dtype=dtype))
+    optimizer = hc.DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("table", table)])
+    value = 2 + 3j if dtype.is_complex else 2
+    rows = torch.full((2, 2), value, dtype=dtype)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[0, hc.rank() + 1]]), rows, table.shape)
+    optimizer.synchronize()
+    expected = torch.full_like(table, value / hc.size()).detach()
+    expected[0] = value
+    assert table.grad.is_sparse and torch.equal(table.grad.to_dense(), expected)
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-4])
 def test_a_notice_of_one_rank_reaches_all_with_the_gradients(bucket_cap_mb: float) -> None:
     model = chain(1)
