@@ -274,6 +274,17 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
     assert states[0]["state"]
 
 
+def test_broadcast_optimizer_state_sends_what_is_of_no_parameter() -> None:
+    optimizer = momentum(chain(1))
+    optimizer.state["all"] = {"steps": 3 + hc.rank(), "mean": torch.tensor([float(hc.rank())])}
+    if hc.rank():
+        optimizer.state["more"] = {"steps": 1}
+    else:
+        optimizer.state["root"] = {"steps": 2}
+    hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert dict(optimizer.state) == {"all": {"steps": 3, "mean": torch.zeros(1)}, "root": {"steps": 2}}
+
+
 def test_broadcast_parameters_of_every_dtype_and_shape() -> None:
     torch.manual_seed(hc.rank())
     state = {
