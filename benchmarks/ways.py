@@ -6,10 +6,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from hvd_ckpt.distributed.tree import SMALL_BYTES
 from hvd_ckpt.prediction.network import SMALL, SPLIT, WORD, Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import TrainingLayout
-from hvd_ckpt.sharding.tree import SMALL_BYTES
 from hvd_ckpt.utils.text import STAGES
 
 SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
@@ -59,7 +59,7 @@ class Rings(Sending):
 
 
 class Replicas(Sending):
-    """Logical replicas, whose sums travel as drawn in :mod:`hvd_ckpt.sharding.tree`."""
+    """Logical replicas, whose sums travel as drawn in :mod:`hvd_ckpt.distributed.tree`."""
 
     _after = 0.0  # a collective whose result is sent
 

@@ -129,7 +129,7 @@ def optimizer_state(
     """The same for the state of an optimizer of these parameters."""
     if current().tensor == 1:
         return own
-    entries: dict[int, dict[str, Any]] = {}
+    entries = {key: kept for key, kept in own["state"].items() if not isinstance(key, int)}  # of no parameter
     for number, parameter in enumerate(parameters):
         if number not in own["state"]:
             continue

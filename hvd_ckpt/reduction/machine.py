@@ -17,10 +17,10 @@ gradients of several rounds. In the first step the groups have the order of the 
 gradient is expected once in each pass: an unused one holds back its group, and those behind it, until ``synchronize()``. A group
 that no rank has had gradients of for two steps is left out until it is used again.
 
-What comes to a group later leaves with its next round. *Late* is what comes after its bucket, or after the last round that the
-passes so far have begun. A further round in ``synchronize()`` has what is left on some rank: late parts, whose results are added;
-what has come in place of a gradient that all ranks have dropped in flight; and groups that were left out (:mod:`.further` makes
-it for buckets). Parameters without a bucket follow at the end.
+What comes to a group later leaves with its next round. *Late* is what comes after its bucket. A further round in
+``synchronize()`` has what is left on some rank: late parts, whose results are added; what has come in place of a gradient that all
+ranks have dropped in flight; and groups that were left out (:mod:`.further` makes it for buckets). Parameters without a bucket
+follow at the end.
 
 **In** :meth:`Machine.synchronize` the ranks go through these methods together:
 
@@ -42,7 +42,6 @@ next synchronization.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -59,7 +58,7 @@ from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.reduction.stepping import SteppingOptions
+from hvd_ckpt.reduction.stepping import SteppingOptions, digest
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils import backward_errors
 from hvd_ckpt.utils.fingerprint import fingerprint
@@ -383,11 +382,10 @@ class Machine(ABC):
         """
         changes = self.changes()
         facts = [
-            (index, None if gradient is None else int(fingerprint(gradient)))
+            (index, -1 if gradient is None else int(fingerprint(gradient)))
             for index, gradient in changes or ()
         ]
-        digits = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest() if facts else bytes(8)
-        value = torch.tensor(int.from_bytes(digits, "little", signed=True))
+        value = torch.tensor(digest([*chain(*facts)]) if facts else 0)
         asked = torch.tensor([changes is None, self.notice], dtype=torch.float32)
         *sums, new, notices = self._ranks.sum(torch.cat([Sums.encode(value), asked]), "changes")
         if new > 0 or not Sums.equal(sums, 1.0):

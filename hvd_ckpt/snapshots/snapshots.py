@@ -21,12 +21,12 @@ from hvd_ckpt.collectives.agreement import (
     of_all_processes,
     of_first_process,
 )
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.stepping import SteppingOptions
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, validated
 from hvd_ckpt.snapshots.folder import SnapshotError, Warn, list_snapshots, remove, step_of

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from hvd_ckpt.collectives.agreement import described, errors_on_all, of_all_processes
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState

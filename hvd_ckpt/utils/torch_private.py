@@ -72,7 +72,6 @@ def _top_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., Any
 try:
     from torch import (
         _foreach_copy_ as foreach_copy_,
-        _foreach_mul_ as foreach_mul_,
         _foreach_norm as foreach_norm,
         _foreach_zero_ as foreach_zero_,
     )

@@ -28,6 +28,7 @@ from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.distributed.clipping import clip_grad_norm_
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.construction import LocalSGD, Nesterov
@@ -35,7 +36,6 @@ from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.leveling import agree_on_naming
-from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.spans import span
 

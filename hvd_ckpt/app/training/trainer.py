@@ -36,6 +36,7 @@ from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
@@ -45,7 +46,6 @@ from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.processes.stopping import forget_file
 from hvd_ckpt.reduction.broadcast import broadcast_parameters
 from hvd_ckpt.reduction.weights import verify_weights
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors

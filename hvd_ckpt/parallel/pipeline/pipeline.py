@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.collectives.agreement import agree_on_options, described, errors_on_all
+from hvd_ckpt.distributed.clipping import clip_grad_norm_
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance, cuts_of
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.execution import (
@@ -47,7 +48,6 @@ from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
-from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.utils.cuts import cut_of, mark
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
