@@ -35,7 +35,7 @@ from horovod.torch import mpi_ops
 
 from hvd_ckpt.processes.grid import host_name, of_job
 from hvd_ckpt.processes.launchers import is_elastic, launched_rank
-from hvd_ckpt.utils.waits import awaited_in, looks
+from hvd_ckpt.utils.waits import looks
 
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
@@ -44,8 +44,9 @@ TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
 NOTICE_SECONDS = 60.0  # a wait that lasts longer is announced
 SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
-_LIBRARIES = tuple(
-    str(Path(file).parent) for file in (horovod.__file__, torch.__file__, Path(__file__).parent)
+_LIBRARIES = (
+    *(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, Path(__file__).parent)),
+    contextlib.__file__,  # of functions that are decorated with a context
 )
 
 
@@ -54,7 +55,7 @@ class Wait(NamedTuple):
 
     Attributes:
         since: when it began, on the watchdog's clock.
-        what: what is waited for, where the stack does not tell.
+        what: what is waited for, where the stack of the thread does not tell.
         least: seconds that it may last whatever the limit is.
         until: when it is over by itself.
     """
@@ -106,7 +107,7 @@ class Watchdog:
             if wait is not None:
                 from hvd_ckpt.processes.hosts import Peer, diagnose  # loaded with the limit
 
-                what, seconds = wait.what or _waited_for(wait.thread), self.now() - wait.since
+                what, seconds = _words_for(wait), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
                 finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
                 if self._late() is not None:
@@ -142,8 +143,7 @@ class Watchdog:
                     else f"the limit is {max(self.timeout, wait.least):g} s"
                 )
                 _say_in_background(
-                    f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for "
-                    f"{wait.what or _waited_for(wait.thread)}; {limit}"
+                    f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for {_words_for(wait)}; {limit}"
                 )
 
 
@@ -200,18 +200,28 @@ def waiting(what: str = "", least: float = 0.0) -> Iterator[None]:
     """Around a wait for another process, which is watched; within another one, that goes on afterwards.
 
     Args:
-        what: what is waited for, in words, for the message; by default what the stack tells.
+        what: what is waited for, in words, for the message; by default those of the wait around this one, or what the stack tells.
+            An error that leaves the context keeps them (:func:`awaited_by`).
         least: seconds that it may last whatever the limit is.
     """
     thread = threading.get_ident()
     around = _dog.waits.get(thread)
-    _dog.waits[thread] = Wait(_dog.now(), what, least, thread)
+    _dog.waits[thread] = Wait(_dog.now(), what or (around.what if around else ""), least, thread)
     try:
         yield
+    except BaseException as error:
+        if what:
+            error.__dict__.setdefault("awaited", what)
+        raise
     finally:
         _dog.waits.pop(thread, None)
         if around is not None:
             _dog.waits[thread] = around
+
+
+def awaited_by(error: BaseException) -> str:
+    """What was waited for when an error was raised; empty if it is not known."""
+    return str(error.__dict__.get("awaited", ""))
 
 
 def now() -> float:
@@ -303,10 +313,11 @@ def _install() -> None:
         _dog.peers, _dog.own = [], None
 
     def look(handle: int) -> Any:
-        done, now = poll(handle), _dog.now()
-        # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
-        wait = _dog.waits.pop(~handle, None) or Wait(now, thread=threading.get_ident())
-        if not done:
+        done, now, thread = poll(handle), _dog.now(), threading.get_ident()
+        # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again,
+        # unless the thread is known to wait.
+        wait = _dog.waits.pop(~handle, None) or Wait(now, thread=thread)
+        if not done and thread not in _dog.waits:
             _dog.waits[~handle] = wait._replace(until=now + POLL_LOOP_SECONDS)
         return done
 
@@ -339,18 +350,17 @@ def _time_for_hosts() -> float:
     )
 
 
-def _waited_for(thread: int) -> str:
-    """The operation that a thread waits for and the user's call of it, from its stack."""
-    frame = sys._current_frames().get(thread)
-    return waited_for([] if frame is None else traceback.walk_stack(frame), awaited_in(thread))
+def _words_for(wait: Wait) -> str:
+    frame = sys._current_frames().get(wait.thread)
+    return waited_for([] if frame is None else traceback.walk_stack(frame), wait.what)
 
 
 def waited_for(frames: Iterable[tuple[FrameType, int]], words: str) -> str:
-    """The collective that a stack waits for, its tensor, and where the user's code called it.
+    """What a stack waits for, and where the user's code called it.
 
     Args:
         frames: with their lines, the innermost first.
-        words: what :func:`hvd_ckpt.utils.waits.waiting_for` was told, in place of collective and tensor.
+        words: what :func:`waiting` was told; by default the collective and its tensor.
     """
     operation = tensor = place = ""
     for frame, line in frames:
