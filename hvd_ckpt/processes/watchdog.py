@@ -272,14 +272,21 @@ def lost_hosts() -> str:
 
 def end(line: str) -> NoReturn:
     """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
-    _say_in_background(line).join(SAYING_SECONDS)
+    saying = _say_in_background(line)
+    if saying is not None:
+        saying.join(SAYING_SECONDS)
     # Not sys.exit(): what runs at exit (Horovod's shutdown, MPI_Finalize) waits for the ranks that do not come.
     os._exit(1)
 
 
-def _say_in_background(line: str) -> threading.Thread:
+def _say_in_background(line: str) -> threading.Thread | None:
+    """Prints a line from a thread, since a full pipe would keep this one; or at once where no thread starts any more."""
     saying = threading.Thread(target=_say, args=(line,), daemon=True)
-    saying.start()
+    try:
+        saying.start()
+    except RuntimeError:  # from Python 3.12 on while the interpreter ends, which waits for Horovod's end
+        _say(line)
+        return None
     return saying
 
 

@@ -95,6 +95,14 @@ print("waits", flush=True)
 while not hc.poll(handle):
     time.sleep(0.01)
 """,
+    "ending": """
+def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+hc.init(stall_timeout=1)
+threading.Thread.start = start
+print("waits", flush=True)
+watchdog.waiting("Horovod to end")(time.sleep)(60)
+""",
 }
 
 
@@ -119,12 +127,16 @@ def test_of_several_handles_that_are_polled_each_is_announced_once(results: dict
 
 @pytest.mark.parametrize(
     ("case", "waited_for"),
-    [("restarted", r"a test to end at <string>:\d+"), ("polled", r"a collective at <string>:\d+")],
+    [
+        ("restarted", r"a test to end at <string>:\d+"),
+        ("polled", r"a collective at <string>:\d+"),
+        ("ending", r"Horovod to end at <string>:\d+"),
+    ],
 )
 def test_a_wait_that_is_too_long_ends_the_process(
     results: dict[str, Result], case: str, waited_for: str
 ) -> None:
-    """By one thread, that outlives a new start; also a wait that polls."""
+    """By one thread, that outlives a new start; also a wait that polls, and one at the end, where Python starts no more threads."""
     result = results[case]
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
