@@ -109,7 +109,10 @@ class Watchdog:
 
                 what, seconds = _words_for(wait), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
-                finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+                try:
+                    finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+                except Exception as error:  # this process ends all the same
+                    finding = f"the other ranks cannot be looked for ({error})"
                 if self._late() is not None:
                     end(f"{who()}: waited {seconds:.0f} s for {what}; {finding}")
 
