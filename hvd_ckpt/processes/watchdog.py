@@ -78,12 +78,10 @@ class Watchdog:
     unlimited: set[int] = field(default_factory=set)  # threads whose waits may last
     timeout: float | None = None  # seconds a wait may last; None without a limit
     peers: list[Peer] = field(default_factory=list)  # all ranks, once they have met
-    own: Peer | None = None  # this rank, likewise
     # Each is called every second, and gives what is waited for without a thread that waits.
     looks: Sequence[Callable[[], Wait | None]] = ()
     stopped: float = 0.0  # seconds this process has been stopped for; the clock leaves them out
     thread: threading.Thread | None = None
-    installed: bool = False
 
     def now(self) -> float:
         return time.monotonic() - self.stopped
@@ -110,7 +108,7 @@ class Watchdog:
                 what, seconds = _words_for(wait), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
                 try:
-                    finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+                    finding = diagnose(self.peers, Peer.here(_number() or 0))
                 except Exception as error:  # this process ends all the same
                     finding = f"the other ranks cannot be looked for ({error})"
                 if self._late() is not None:
@@ -177,7 +175,7 @@ def watch(seconds: float | None = None) -> None:
         import hvd_ckpt.processes.hosts  # noqa: F401  # here, as the file system may be what a later wait is for
 
         _dog.timeout = None if math.isinf(seconds) else float(seconds)
-    if not _dog.installed:
+    if _dog.thread is None:
         _install()
     _dog.start()
     if seconds is not None:
@@ -237,18 +235,22 @@ def look_every_second(*looks: Callable[[], Wait | None]) -> None:
     _dog.looks = looks
 
 
-def introduce(peers: Sequence[Peer], rank: int) -> None:
+def introduce(peers: Sequence[Peer]) -> None:
     """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
-    from hvd_ckpt.processes.hosts import Peer
+    _dog.peers = list(peers)
 
-    _dog.peers, _dog.own = list(peers), peers[rank] if peers else Peer.here(rank)
+
+def _number() -> int | None:
+    """The rank of this process in the whole job."""
+    with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
+        if hvd.is_initialized():
+            return of_job().number
+    return launched_rank()
 
 
 def who() -> str:
     """This process in words: its rank in the whole job, and its host."""
-    rank = launched_rank()
-    with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
-        rank = of_job().number if hvd.is_initialized() else rank
+    rank = _number()
     return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 
@@ -258,19 +260,18 @@ def _meet() -> None:
         return
     from hvd_ckpt.processes.hosts import Peer
 
-    _dog.own = Peer.here(hvd.rank())
     # An error is of use to nobody yet; the next collective raises it again.
     with contextlib.suppress(hvd.HorovodInternalError):
-        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.processes.hosts")
+        _dog.peers = hvd.allgather_object(Peer.here(hvd.rank()), name="hvd_ckpt.processes.hosts")
 
 
 def lost_hosts() -> str:
     """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
-    if _dog.own is None:
+    if not _dog.peers:
         return ""
-    from hvd_ckpt.processes.hosts import lost
+    from hvd_ckpt.processes.hosts import Peer, lost
 
-    return lost(_dog.peers, _dog.own)
+    return lost(_dog.peers, Peer.here(_number() or 0))
 
 
 def end(line: str) -> NoReturn:
@@ -320,7 +321,7 @@ def _install() -> None:
                 del _dog.waits[key]
         with waiting("Horovod to end"):
             stop()
-        _dog.peers, _dog.own = [], None
+        _dog.peers = []
 
     def look(handle: int) -> Any:
         done, now, thread = poll(handle), _dog.now(), threading.get_ident()
@@ -346,7 +347,6 @@ def _install() -> None:
     library.horovod_torch_wait_and_clear = wait_and_clear
     basics._add_process_set_impl = waiting("a process set to be added")(basics._add_process_set_impl)
     basics._remove_process_set_impl = waiting("a process set to be removed")(basics._remove_process_set_impl)
-    _dog.installed = True
 
 
 def _time_for_hosts() -> float:
