@@ -11,15 +11,7 @@ from forked import Case, Result, run_forked
 
 pytestmark = pytest.mark.launch
 
-OPTIONAL = (
-    "matplotlib",
-    "mpi4py",
-    "PIL",
-    "sklearn",
-    "tensorboard",
-    "tokenizers",
-    "transformers",
-)
+OPTIONAL = ("matplotlib", "mpi4py", "PIL", "sklearn", "tensorboard", "tokenizers", "transformers")
 COMMANDS = ("compare", "export", "plan", "train")
 IMPORTS = """
 import importlib.metadata, json, sys
