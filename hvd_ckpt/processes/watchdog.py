@@ -321,7 +321,7 @@ def _install() -> None:
                 del _dog.waits[key]
         with waiting("Horovod to end"):
             stop()
-        _dog.peers = []
+        _dog.peers, _dog.looks = [], ()  # which hold the links of the job
 
     def look(handle: int) -> Any:
         done, now, thread = poll(handle), _dog.now(), threading.get_ident()

@@ -30,7 +30,7 @@ def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
 
 
 IMPORTS = """
-import sys, threading, time, torch
+import os, sys, threading, time, torch
 from horovod.torch import mpi_ops
 import hvd_ckpt as hc
 from hvd_ckpt.processes import watchdog
@@ -59,6 +59,7 @@ while time.monotonic() < end:
     time.sleep(0.01)
 """,
     "restarted": """
+os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
 hc.init()
 assert threading.active_count() == 2 and watchdog._dog.timeout is None
 try:
@@ -70,9 +71,10 @@ assert threading.active_count() == 2
 hc.init(stall_timeout=60)
 for _ in range(2):
     hc.allreduce(torch.ones(2), name="x")
-    if not mpi_ops.mpi_enabled():
-        hc.shutdown()
-        hc.init()
+    watchdog.look_every_second(lambda: None)
+    hc.shutdown()
+    assert not watchdog._dog.looks
+    hc.init()
 handle = hc.allreduce_async(torch.ones(2), name="y")
 while not hc.poll(handle):
     time.sleep(0.001)
