@@ -82,10 +82,8 @@ def clip_grad_norm_(
     total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type))
     dtypes = split.dtypes
     if not isinstance(total, torch.Tensor):
-        # A stage without gradients has -1.
-        own = torch.tensor([-1.0 if total is None else total], dtype=torch.float64)
-        norms, dtypes = whole_model.over_stages(own, dtypes)
-        there = norms[~(norms < 0)]
+        norms, dtypes = whole_model.over_stages(total, dtypes)  # None of a stage without gradients
+        there = torch.tensor([norm for norm in norms if norm is not None], dtype=torch.float64)
         joined = (
             there.sum() if norm_type == 0 or len(there) < 2 else torch.linalg.vector_norm(there, norm_type)
         )

@@ -130,15 +130,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 # Errors of PyYAML for a text that is not valid YAML, or whose tags do not match its values.
-BROKEN = (
-    yaml.YAMLError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    OverflowError,
-    RecursionError,
-)
+BROKEN = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 
 
 class PlainLoader(yaml.SafeLoader):

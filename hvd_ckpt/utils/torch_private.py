@@ -105,10 +105,7 @@ try:
         _LazyNormBase as LazyNormBase,
         _NormBase as NormBase,
     )
-    from torch.optim.optimizer import (
-        _global_optimizer_post_hooks,
-        _global_optimizer_pre_hooks,
-    )
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.overrides import (
         _get_current_function_mode_stack as function_mode_stack,
         _pop_mode as pop_function_mode,
@@ -130,10 +127,7 @@ try:
         _global_optimizer_post_hooks,
     )  # of all optimizers, before and after their steps
     # Whether each library is used, read and set. (set_flags() of torch.backends also sets the precision of products.)
-    LIBRARIES: Any = (
-        (_get_cudnn_enabled, _set_cudnn_enabled),
-        (_get_mkldnn_enabled, _set_mkldnn_enabled),
-    )
+    LIBRARIES: Any = ((_get_cudnn_enabled, _set_cudnn_enabled), (_get_mkldnn_enabled, _set_mkldnn_enabled))
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
     flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention

@@ -241,7 +241,7 @@ void assign(flatbuffers::span<int>& to, const flatbuffers::span<int>& from) { to
 
 def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
     """g++ 13 wants each header included where it is used; g++ 15 checks an assignment that nobody calls."""
-    sdist = build_horovod.cache_folder()[0] / "sdist" / "horovod-0.28.1.tar.gz"
+    sdist = build_horovod.cache_folder() / "sdist" / "horovod-0.28.1.tar.gz"
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not sdist.is_file():
         pytest.skip("needs a C++ compiler, and Horovod's source in the user's cache")
@@ -294,7 +294,7 @@ def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyP
 
 
 def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Path) -> None:
-    wheel = build_horovod.cached_wheel(cache_folder()[0], recipe.detect_target().key)
+    wheel = build_horovod.cached_wheel(cache_folder(), recipe.detect_target().key)
     if wheel is None or shutil.which("readelf") is None:
         pytest.skip("needs readelf, and Horovod's wheel in the user's cache")
     shutil.unpack_archive(wheel, tmp_path, "zip")

@@ -175,7 +175,7 @@ def _of_build() -> Iterator[Finding]:
     """Why Horovod could not be built here."""
     try:
         missing = missing_prerequisites()
-        failed = failure_of_last_build(cache_folder()[0], detect_target())
+        failed = failure_of_last_build(cache_folder(), detect_target())
     except (BuildError, OSError) as error:
         missing, failed = [first_line(error)], None
     for text in missing:

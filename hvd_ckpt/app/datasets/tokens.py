@@ -194,7 +194,7 @@ def _is_text(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    return folders.cache_folder()[0] / "tokens"
+    return folders.cache_folder() / "tokens"
 
 
 def key_of(files: Sequence[Path], encoder: str) -> str:

@@ -288,9 +288,7 @@ def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, prin
             print(target.key)
             return
         if cache is None:
-            cache, note = cache_folder()
-            if note:
-                print(note, file=sys.stderr)
+            cache = cache_folder()
         cache = cache.expanduser().resolve()
         wheel = build(target, cache, sdist)
         if no_install:
