@@ -20,7 +20,6 @@ from hvd_ckpt.parallel.pipeline.execution import (
     Chunks,
     Execution,
     MicroBatch,
-    Recorder,
 )
 from hvd_ckpt.parallel.pipeline.microbatch import (
     Accumulated,
@@ -101,10 +100,6 @@ class Pipeline(nn.Module):
         virtual_stages: number of chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
             ``c % stages``.
 
-    Attributes:
-        recorder: None, or a function that makes a context for each part of the next steps, for a timeline. It takes the kind
-            (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the chunk and the micro-batch.
-
     Raises:
         TypeError: the model is not a chain.
         ValueError: an argument is invalid or differs between ranks.
@@ -144,7 +139,6 @@ class Pipeline(nn.Module):
         _release_weights(
             [block for number, block in enumerate(blocks) if number not in kept], list(self.children())
         )
-        self.recorder: Recorder | None = None
         self._failed = ""
         self.training = model.training
 
@@ -243,9 +237,7 @@ class Pipeline(nn.Module):
             # Only the last stage has losses to weight, and its replicas
             # are a Horovod world of their own: other stages take no part.
             total = TotalTerms(math.fsum(terms), across_ranks) if last else None
-            execution = Execution(
-                self._chunks, micro_batches, self.recorder, loss_fn, total, backward, forward_context
-            )
+            execution = Execution(self._chunks, micro_batches, loss_fn, total, backward, forward_context)
             # The sum comes after all backward passes, and before the reduction.
             with summed_over_stages(self._tied, self._transport, TIED_TAG):
                 try:
@@ -266,7 +258,7 @@ class Pipeline(nn.Module):
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
             micro_batches = self._micro_batches(parts, [1.0] * len(parts))
-            execution = Execution(self._chunks, micro_batches, self.recorder)
+            execution = Execution(self._chunks, micro_batches)
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
