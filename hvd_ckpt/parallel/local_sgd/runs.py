@@ -93,9 +93,6 @@ class Run:
         self.row: torch.Tensor | None = None
         self._work: Work | None = None
 
-    def begin(self) -> None:
-        """The first period begins; only parameters have an anchor to remember."""
-
     def send(self) -> float:
         """The average leaves; returns the squared norm of what this rank's part brings to the divergence."""
         self.sent = self._read()
@@ -130,8 +127,8 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         return {"sent": self.sent, "row": self.row}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state of this rank's; :meth:`resend` launches what was under way.
+    def load_state_dict(self, state: dict[str, Any], combined: bool) -> None:
+        """Loads a state of this rank's; :meth:`resend` launches what was under way, which may have been added up already.
 
         Raises:
             ValueError: it is of another size.
@@ -193,7 +190,6 @@ class RunState(State):
 
     sent: torch.Tensor | None = None
     row: torch.Tensor | None = None
-    gathering: bool = False
     anchor: torch.Tensor | None = None
     exact: torch.Tensor | None = None
     rest: torch.Tensor | None = None
@@ -205,7 +201,6 @@ NOTHING: dict[str, Any] = dict(RunState())
 
 class FragmentState(State):
     sent_at: Count | None
-    gathering: bool
     weight: Weight
     marks: tuple[Count, Weight]
     moved: Weight
@@ -221,7 +216,6 @@ class Fragment:
         number: among the fragments.
         runs: what is averaged.
         sent_at: the step after which the average under way has left; None if nothing is under way.
-        gathering: its rows have been added up.
         weight: weight of this rank in the average.
         moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
@@ -232,7 +226,6 @@ class Fragment:
     number: int
     runs: list[Run] = field(default_factory=list)
     sent_at: int | None = None
-    gathering: bool = False
     weight: float = 0.0
     moved: float = 0.0
     marks: tuple[int, float] = (0, 0.0)
@@ -247,13 +240,13 @@ class Fragment:
         state = {name: getattr(self, name) for name in FragmentState.model_fields}
         return {**state, "runs": {run.name: run.state_dict() for run in self.runs}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state, and sends the runs that were under way."""
+    def load_state_dict(self, state: Mapping[str, Any], combined: bool) -> None:
+        """Loads a state, and sends the runs that were under way, whose rows may have been added up already."""
         for name in FragmentState.model_fields.keys() - {"runs"}:
             setattr(self, name, state[name])
         for run in self.runs:
             # A run of moments that were unknown when the state was saved has nothing under way.
-            run.load_state_dict({**NOTHING, **state["runs"].get(run.name, {})})
+            run.load_state_dict({**NOTHING, **state["runs"].get(run.name, {})}, combined)
             run.resend()
 
     def abandon(self) -> None:
