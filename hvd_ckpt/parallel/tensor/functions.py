@@ -85,11 +85,6 @@ def leave(x: Tensor) -> Tensor:
     return _apply(x, parts.add, unchanged, WHOLE)
 
 
-def share(x: Tensor, parts: int) -> Tensor:
-    """The same values; in the backward pass 1 / ``parts`` of the gradient, which a sum over the parts makes whole again."""
-    return _apply(x, unchanged, lambda gradient: gradient / parts, WHOLE)
-
-
 def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
     """The parts' values, which have these lengths, along the last dimension; in the backward pass this part's gradient."""
     part, shapes = current().part, [(*x.shape[:-1], length) for length in lengths]

@@ -28,7 +28,7 @@ from hvd_ckpt.parallel.tensor.functions import (
     kind_of,
     mark_kind,
 )
-from hvd_ckpt.parallel.tensor.random_state import DRAWS, Part
+from hvd_ckpt.parallel.tensor.random_state import DRAWS
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import call_name, map_tensors, tensors_in
 from hvd_ckpt.utils.cuts import cut_of
@@ -62,14 +62,11 @@ class Region(TorchFunctionMode):
 
     Args:
         default: kind of the tensors from outside.
-
-    Attributes:
-        rows: number of rows of hidden states, (batch, positions); of the region around if it is not set.
     """
 
     def __init__(self, default: int = WHOLE) -> None:
         super().__init__()
-        self.default, self.rows = default, 0
+        self.default = default
         self._outer: Region | None = None
         self._start = 0  # number of the first node of autograd in the outermost region
         self._kinds: dict[Any, int] = {}  # of nodes of autograd
@@ -81,7 +78,6 @@ class Region(TorchFunctionMode):
     def __enter__(self) -> Region:
         self._outer = outer = active()
         self._values = {}
-        self.rows = 0 if outer is None else outer.rows
         if outer is None:
             self._parameters, self._kinds, self._start = {}, {}, sequence_number()
         else:
@@ -106,7 +102,7 @@ class Region(TorchFunctionMode):
                 args, kwargs = map_tensors(self._entered, Tensor, (args, kwargs))
         draw, name = DRAWS.get(func) if kind & SPLIT or kind == SHARE else None, call_name(func)
         if draw is not None:
-            func = functools.partial(draw, Part(kind, self.rows))
+            func = functools.partial(draw, kind)
         result = func(*args, **kwargs)
         with DisableTorchFunction():
             if kind & SPLIT and name == "softmax":
