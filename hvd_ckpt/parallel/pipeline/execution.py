@@ -274,7 +274,7 @@ class Execution:
             received = self._transport.receive(*self._address(edge, index, kind, there), what)
         # A gradient shows that the value has arrived there, so that its memory can be freed.
         if kind == BACKWARD:
-            self._transport.taken(*self._address(edge, index, FORWARD, there))
+            self._transport.flush(*self._address(edge, index, FORWARD, there))
         return received
 
     def _expect(self, action: Action | None) -> None:
