@@ -231,13 +231,10 @@ class Execution:
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for edge in action.receives:
-            # Nothing comes back for values that require no gradient. The
-            # receiver knows these from the header, and sends nothing either.
-            if outputs := in_flight.sent[edge]:
-                for output, gradient in zip(outputs, self._fetch(edge, index, BACKWARD).value):
-                    if gradient is not None:
-                        roots.append(output)
-                        gradients.append(gradient)
+            for output, gradient in zip(in_flight.sent[edge], self._fetch(edge, index, BACKWARD).value):
+                if gradient is not None:
+                    roots.append(output)
+                    gradients.append(gradient)
         self._expect(following)
         if in_flight.loss is not None:
             assert self._total is not None
@@ -250,10 +247,10 @@ class Execution:
                 for root in roots:
                     silence(root)
             torch.autograd.backward(roots, gradients)
+        # Also where nothing requires a gradient: the message shows that the values have arrived, so that their memory is freed.
         for edge in action.sends:
-            if leaves := in_flight.received[edge]:
-                address = self._address(edge, index, BACKWARD, edge.source)
-                self._transport.send([leaf.grad for leaf in leaves], *address)
+            address = self._address(edge, index, BACKWARD, edge.source)
+            self._transport.send([leaf.grad for leaf in in_flight.received[edge]], *address)
 
     def _inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The prepared arguments of a micro-batch, which are kept if the rank has several chunks."""
@@ -272,23 +269,15 @@ class Execution:
         what = f"the {'input' if kind == FORWARD else 'gradient'} of micro-batch {index}"
         with nullcontext() if there in self._chunks.own else _span("wait", here, index):
             received = self._transport.receive(*self._address(edge, index, kind, there), what)
-        # A gradient shows that the value has arrived there, so that its memory can be freed.
         if kind == BACKWARD:
             self._transport.flush(*self._address(edge, index, FORWARD, there))
         return received
 
     def _expect(self, action: Action | None) -> None:
         """Posts the receives of the next action, so that its messages arrive while this one computes."""
-        if action is None:
-            return
-        kind, index = action.kind, action.micro_batch
-        for edge in action.receives:
-            # No gradient comes back for values that require none. And the next action may be the backward pass of the micro-batch
-            # that is about to run forward: its outputs are not known yet, and _fetch() posts the receive.
-            begun = self._in_flight.get((action.chunk, index), _InFlight())
-            if kind == FORWARD or begun.sent.get(edge):
-                there = edge.source if kind == FORWARD else edge.target
-                self._transport.expect(*self._address(edge, index, kind, there))
+        for edge in action.receives if action is not None else ():
+            there = edge.source if action.kind == FORWARD else edge.target
+            self._transport.expect(*self._address(edge, action.micro_batch, action.kind, there))
 
     def _address(self, edge: Edge, index: int, kind: str, chunk: int) -> tuple[int, int]:
         """The process of a chunk at the other end of an edge, and the tag of a message."""

@@ -125,7 +125,9 @@ class Pipeline(nn.Module):
         }  # fmt: skip
         options = described(model=model, plan=plan, **given, sample=sample is not None)
         agree_on_options("Pipeline", options, None)
-        check({"balance of Pipeline": balance, "sample": sample})
+        of_pipeline = {f"{name} of Pipeline": value for name, value in given.items()}
+        of_plan = {"a plan of stages": True, **given} if plan is not None else {}
+        check({"Pipeline": True, "plan": plan, "chunks": chunks, "sample": sample, **of_pipeline, **of_plan})
         costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
             names, blocks = self._lay_out(model, plan, given, costs)
@@ -158,7 +160,7 @@ class Pipeline(nn.Module):
             raise ValueError("Pipeline takes a chain of at least one block, got an empty one")
         check_shapes(model.named_parameters())
         grid = grids.current()
-        self._plan = planned = None if plan is None else cuts_of(plan, grid.stages, given)
+        self._plan = planned = None if plan is None else cuts_of(plan, grid.stages)
         balance, chunks, schedule, checkpoint, virtual = given.values()
         if plan is not None and planned is not None:
             plan.apply(model)
@@ -166,7 +168,6 @@ class Pipeline(nn.Module):
                 planned.balance, planned.micro_batches, planned.schedule, "auto", planned.virtual_stages
             )  # fmt: skip
         schedule, checkpoint = schedule or "1f1b", checkpoint or "except_last"
-        check({"Pipeline": True, "chunks": chunks})
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         virtual = virtual_stages_of(schedule, virtual)
         names, blocks = zip(*places_of(model).items())
