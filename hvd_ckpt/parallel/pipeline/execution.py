@@ -17,6 +17,7 @@ from hvd_ckpt.parallel.pipeline.random_state import forward_pass
 from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge, chain_edges
 from hvd_ckpt.parallel.pipeline.skip import Key, find_skips, skips_of_chunk
 from hvd_ckpt.parallel.pipeline.transport import Received, Transport
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import LayerSegment, as_arguments, cut
 from hvd_ckpt.utils.frames import without_recomputation
@@ -207,6 +208,10 @@ class Execution:
                     return
                 with self._chunks.keeping() if keeps else nullcontext():
                     in_flight.loss = one_element(self._loss_fn(output, micro_batch.targets))
+                if not in_flight.loss.requires_grad and any(one.requires_grad for one in tensors_in(output)):
+                    raise RuntimeError(
+                        "loss_fn returned a loss without a gradient: compute it from the output, without detach()"
+                    )
                 self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
         # One message along each edge: the output to the next chunk, with the skip connections that lead there, and skip connections
         # alone to later chunks. Tensors that require gradients are noted, as their gradients come back in this order.

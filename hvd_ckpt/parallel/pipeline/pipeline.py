@@ -45,6 +45,7 @@ from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.utils.cuts import cut_of, mark
@@ -231,6 +232,8 @@ class Pipeline(nn.Module):
         with self._failing_together():
             if not callable(loss_fn):
                 raise TypeError(f"loss_fn must be a function of output and targets, got {loss_fn!r}")
+            if not torch.is_grad_enabled():
+                raise RuntimeError("accumulate() computes gradients: call it outside of torch.no_grad()")
             parts = split_batch(batch, self.micro_batches)
             terms = [terms_of(part, weight) for part in parts]
             micro_batches = self._micro_batches(parts, terms)
@@ -291,8 +294,9 @@ class Pipeline(nn.Module):
         return self._schedules[micro_batches]
 
     def _micro_batches(self, parts: Sequence[Any], terms: Sequence[float]) -> list[MicroBatch]:
-        facts = zip(parts, terms, self._keys(len(parts)), self._kept_chunks(len(parts)))
-        return [MicroBatch(*fields_of(part), count, key, keeps) for part, count, key, keeps in facts]
+        fields = [fields_of(part) for part in parts]
+        facts = zip(fields, terms, self._keys(fields), self._kept_chunks(len(parts)))
+        return [MicroBatch(*values, count, key, keeps) for values, count, key, keeps in facts]
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
         """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
@@ -305,29 +309,29 @@ class Pipeline(nn.Module):
         planned = {chunk for chunk in own if self._plan and not self._plan.parts[chunk].recompute}
         return [planned | {chunk for chunk in own if (chunk, index) in at_once} for index in range(count)]
 
-    def _keys(self, count: int) -> list[int | None]:
-        """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0."""
-        # Stage 0 sends its keys, and the others compare them with their own. All stages must draw, so that their generators stay
-        # equal.
-        keys = [draw_key() if self.training else None for _ in range(count)]
+    def _keys(self, micro_batches: Sequence[tuple[Any, Any, dict[str, Any]]]) -> list[int | None]:
+        """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0, as they do
+        targets and shared arguments. Inputs are those of stage 0 alone."""
+        # All stages must draw, so that their generators stay equal.
+        keys = [draw_key() if self.training else None for _ in micro_batches]
         stages = self._grid.stages
         between = [(edge.source % stages, edge.target % stages) for edge in self._chunks.edges]
         between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
+        if stages == 1:
+            return keys
+        prints = [[int(fingerprint(one)) for one in tensors_in(others)] for _, *others in micro_batches]
+        facts = {"numbers of micro-batches": len(keys), "batches": prints, "random states": keys}
         if self._grid.stage == 0:
-            for stage in range(1, self._grid.stages):
-                self._transport.send(keys, self._grid.process(stage), STEP_TAG)
+            for stage in range(1, stages):
+                self._transport.send(facts, self._grid.process(stage), STEP_TAG)
             return keys
         given = self._transport.receive(self._grid.process(0), STEP_TAG, "the beginning of a step").value
-        if len(given) != count:
+        if wrong := [what for what, fact in facts.items() if fact != given[what]]:
             raise ValueError(
-                f"stage 0 has a batch of {len(given)} micro-batches and stage {self._grid.stage} one of {count}: give all stages "
-                f"of a replica the same batches"
-            )
-        if given != keys:
-            raise ValueError(
-                f"stages 0 and {self._grid.stage} have different random states: give the stages of a replica the same "
-                f"one, such as by torch.manual_seed(seed + hc.rank()), and draw the same numbers on all of them"
+                f"stages 0 and {self._grid.stage} have different {wrong[0]}: give the stages of a replica the same batch, that of "
+                f"hc.rank() of hc.size(), and the same random state, such as by torch.manual_seed(seed + hc.rank()), and draw the "
+                f"same numbers on all of them"
             )
         return keys
 

@@ -179,6 +179,12 @@ def test_what_does_not_fit_is_refused() -> None:
             hc.Pipeline(jobs.transformer(), chunks=4).accumulate(given, F.mse_loss)
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         hc.Pipeline(jobs.transformer(), chunks=4).accumulate(batch, None)
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        hc.Pipeline(jobs.transformer(), chunks=4).accumulate(
+            batch, lambda *both: jobs.loss_of(*both).detach()
+        )
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        hc.Pipeline(jobs.transformer(), chunks=4).accumulate(batch, jobs.loss_of)
     linear = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="Linear"):
         hc.seed_blocks(linear)
