@@ -39,7 +39,7 @@ from hvd_ckpt.parallel.pipeline.schedule import (
     make_schedule,
     virtual_stages_of,
 )
-from hvd_ckpt.parallel.pipeline.tied import find_apart, find_tied, summed_over_stages, unchanged
+from hvd_ckpt.parallel.pipeline.tied import find_shared, summed_over_stages, unchanged, with_buffers
 from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes import grid as grids
@@ -189,9 +189,11 @@ class Pipeline(nn.Module):
         first: dict[Tensor, str] = {}
         whole = model.state_dict(keep_vars=True).items()
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
-        tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
-        self._tied = [tie for tie in tied if grid.stage in tie.stages]
-        self._apart = find_apart(blocks, names, chunk_of, self._chunks.own)
+        stage_of = [chunk % grid.stages for chunk in chunk_of]
+        tied = find_shared(blocks, names, stage_of, nn.Module.named_parameters)
+        self._tied = [tie for tie in tied if grid.stage in tie.places]
+        apart = find_shared(blocks, names, chunk_of, with_buffers)
+        self._apart = [one for one in apart if not set(one.places).isdisjoint(self._chunks.own)]
         seed_each(list(blocks))
         return names, blocks
 
@@ -316,7 +318,7 @@ class Pipeline(nn.Module):
         keys = [draw_key() if self.training else None for _ in micro_batches]
         stages = self._grid.stages
         between = [(edge.source % stages, edge.target % stages) for edge in self._chunks.edges]
-        between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
+        between += [pair for tie in self._tied for pair in itertools.combinations(tie.places, 2)]
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
         if stages == 1:
             return keys
@@ -371,7 +373,7 @@ class Pipeline(nn.Module):
             "models": (shapes, self._chunks.skips),
         }
         for tie in self._tied:
-            whole = tie.parameter
+            whole = tie.what
             facts[f"values of '{tie.name}'"] = 0 if whole.is_meta else int(fingerprint(whole))
         known: dict[str, tuple[int, Any]] = {}
         for stage, theirs in enumerate(self._grid.gather_objects(facts, parts=False)):

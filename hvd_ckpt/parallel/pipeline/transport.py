@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid
+from hvd_ckpt.reduction.buckets import is_packed
 
 if TYPE_CHECKING:
     from hvd_ckpt.processes.device_link import DeviceLink
@@ -172,7 +173,8 @@ class Transport:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._here[tag] = Received(put_together(structure, copies), copies)
             return tensors
-        whole = [_lying_dense(tensor) for tensor in tensors]
+        values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+        whole = [value if is_packed(value) else value.contiguous() for value in values]
         metas = [
             Meta(tuple(dense.shape), dense.stride(), dense.dtype, tensor.requires_grad, dense.device.type)
             for dense, tensor in zip(whole, tensors)
@@ -301,19 +303,6 @@ class Transport:
         request = link.send(_bytes(tensor), to, tag)
         if not link.is_sent(request):
             self._sending.append(_Request(link, request, to, tag, tensor))
-
-
-def _lying_dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if its elements fill a range of memory, in any order of dimensions; else a contiguous copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return tensor.contiguous()
-        expected *= size
-    return tensor
 
 
 def _bytes(dense: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.parallel.tensor.functions import POSITIONS, SCORES, SHARE
+from hvd_ckpt.parallel.tensor.functions import POSITIONS, SHARE
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.rules import check
 
@@ -45,11 +45,6 @@ def _mask(kind: int, x: Tensor, p: float) -> Tensor:
     It is drawn in the order of memory of ``x``, as dropout on a CPU draws it.
     """
     grid = current()
-    if kind & SCORES and x.dim() == 3:  # (batch * heads, queries, keys)
-        raise ValueError(
-            f"dropout of scores of attention of shape {tuple(x.shape)} cannot be split over parts, since the number of heads is "
-            f"not known; give scores of shape (batch, heads, queries, keys)"
-        )
     last = x.dim() - 1
     dim = POSITIONS if kind == SHARE else _HEADS if x.dim() == 4 else last
     extent, strides = x.shape[dim], x.stride()

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.parallel.tensor.functions import (
-    SCORES,
     SHARE,
     SPLIT,
     WHOLE,
@@ -33,20 +32,6 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import call_name, map_tensors, tensors_in
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, sequence_number
-
-# Functions whose result has the shape of weights of attention that they get, and the same heads.
-_ELEMENTWISE = {
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "mul",
-    "masked_fill",
-    "contiguous",
-}
 
 _running = threading.local()  # autograd recomputes in threads of its own
 
@@ -100,16 +85,12 @@ class Region(TorchFunctionMode):
             kind = functools.reduce(operator.or_, kinds, WHOLE)
             if kind and WHOLE in kinds and torch.is_grad_enabled():
                 args, kwargs = map_tensors(self._entered, Tensor, (args, kwargs))
-        draw, name = DRAWS.get(func) if kind & SPLIT or kind == SHARE else None, call_name(func)
+        draw = DRAWS.get(func) if kind & SPLIT or kind == SHARE else None
         if draw is not None:
             func = functools.partial(draw, kind)
         result = func(*args, **kwargs)
         with DisableTorchFunction():
-            if kind & SPLIT and name == "softmax":
-                kind |= SCORES
-            elif kind & SCORES and name not in _ELEMENTWISE:
-                kind -= SCORES
-            changed = args[:1] if name == "__setitem__" else ()
+            changed = args[:1] if call_name(func) == "__setitem__" else ()
             for tensor in tensors_in(result, changed):
                 self.note(tensor, kind)
         return result
