@@ -92,6 +92,7 @@ class Verification:
             self.forget()
 
     def _compare(self, model: nn.Module, name: str, arguments: Arguments) -> bool:
+        """Whether the module could be compared; raises ValueError on all parts if it differs."""
         part = model.get_submodule(name)
         device = next((one.device for one in part.parameters()), torch.device("cpu"))
         if not _fits(model, device):
@@ -102,40 +103,43 @@ class Verification:
                 "tensor_parallel: the parts of a replica called the model with different arguments; give all parts of a replica "
                 "the same batch, that of hc.rank() of hc.size()"
             )
-        problem, differs = "", True
+        differs, problem = list[bool](), ""
         # Kernels of GPUs draw masks of attention that no other order of computation repeats. In training, what the module does in
         # evaluation is compared as well: later there are no whole weights to compare with.
         for draws in (True, False) if device.type == "cpu" else (False,):
-            is_second = not differs
-            whole = _whole_pass(model, name, arguments, How(True, True, draws, device))
-            if whole is None:
-                return is_second
-            twin = prepared(model, whole.how)
-            self._split(twin)
-            try:
-                found = Pass(twin, name, arguments, whole.how, whole)
-            except Exception as error:
-                raise ValueError(
-                    f"tensor_parallel: the split model raises {type(error).__name__} where the whole one does not: {error} "
-                    f"(correct the recipe, or pass verify=False)"
-                ) from error
-            # A module that is called by itself may give what its caller takes from a part.
-            if name and any(_of_parts(found.shapes != whole.shapes)):
-                return is_second
-            before, problem = problem, found.difference(whole)
-            differs = any(_of_parts(bool(problem)))
-            if is_second:
-                problem = problem and f"{problem}, but only in evaluation"
-            elif not differs and not draws:
-                problem = before and f"{before}, but only in training: random numbers or statistics differ"
-            if draws and not differs and not part.training:
-                return True
+            found = self._difference(model, name, arguments, How(True, True, draws, device))
+            if found is None:
+                break
+            differs.append(any(_of_parts(bool(found))))
+            if differs == [True, False]:
+                problem = problem and f"{problem}, but only in training: random numbers or statistics differ"
+            else:
+                problem = found and found + ", but only in evaluation" * (differs == [False, True])
+            if draws and not differs[-1] and not part.training:
+                break
         _raise_together(
             problem
             and f"tensor_parallel: in the split model, {problem}; correct the recipe (row layers take what column layers give, "
             f'attention is "heads", modules that draw random numbers between split layers are "features"), or pass verify=False'
         )
-        return True
+        return bool(differs)
+
+    def _difference(self, model: nn.Module, name: str, arguments: Arguments, how: How) -> str | None:
+        """In words, how passes of the split and the whole module differ; None, on all parts, if they cannot be compared."""
+        whole = _whole_pass(model, name, arguments, how)
+        if whole is None:
+            return None
+        twin = prepared(model, whole.how)
+        self._split(twin)
+        try:
+            found = Pass(twin, name, arguments, whole.how, whole)
+        except Exception as error:
+            raise ValueError(
+                f"tensor_parallel: the split model raises {type(error).__name__} where the whole one does not: {error} "
+                f"(correct the recipe, or pass verify=False)"
+            ) from error
+        # A module that is called by itself may give what its caller takes from a part.
+        return None if name and any(_of_parts(found.shapes != whole.shapes)) else found.difference(whole)
 
 
 def _whole_pass(model: nn.Module, name: str, arguments: Arguments, how: How) -> Pass | None:
