@@ -100,6 +100,7 @@ class Chunks:
                 output = segment(*arguments, **shared)
             return output, {keys.index(key): value for key, value in inside.items()}
 
+        compute.__qualname__ = str(segment)  # in errors and traces
         if keeps:
             with self.keeping():
                 return compute(arguments, given, shared)
