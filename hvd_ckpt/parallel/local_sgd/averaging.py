@@ -43,7 +43,7 @@ class AveragesState(State):
     step: Count
     skipped: Count
     tokens: Weight
-    weighed: bool = False
+    weighed: bool
     worked: Count
     moments: list[str]
     fragments: list[FragmentState]
@@ -398,7 +398,7 @@ class Averaging:
         self._has_begun = False
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens, self._worked = state["tokens"], state["worked"]
-        self.weighed = state.get("weighed", False) or self.tokens > 0
+        self.weighed = state["weighed"]
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
         for fragment, saved in zip(self.fragments, state["fragments"]):
             sent_at = saved["sent_at"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.parallel.pipeline.transport import Transport
@@ -136,9 +137,9 @@ def summed_over_stages(tied: Sequence[Shared], transport: Transport, tag: int) -
                 total = there if total is None else total + there
         if total is not None and exchange is not None:
             # This replica's part in its place, and zeros.
-            rows = parameter.new_zeros(exchange.ranks, len(total), requires_grad=False)
-            rows[exchange.rank] = total
-            total = rows.view(-1)[: parameter.numel()].view(parameter.shape)
+            parts_before, parts_behind = exchange.rank, exchange.ranks - 1 - exchange.rank
+            total = functional.pad(total, (parts_before * len(total), parts_behind * len(total)))
+            total = total[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
         if parameter.grad is not None:
             # In place: the gradient may be a view into a bucket of the reducer.
             parameter.grad.copy_(torch.zeros_like(parameter) if earlier is None else earlier)
@@ -179,9 +180,6 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
 
 def _part(tie: Shared, exchange: Exchange) -> Tensor:
     """This replica's part of the sum of the gradient over all replicas."""
-    parameter = tie.what
-    padded = exchange.ranks * -(-parameter.numel() // exchange.ranks)
-    flat = torch.zeros(padded, dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad is not None:
-        flat[: parameter.numel()] = parameter.grad.reshape(-1)
+    gradient = torch.zeros_like(tie.what) if tie.what.grad is None else tie.what.grad
+    flat = functional.pad(gradient.detach().reshape(-1), (0, -gradient.numel() % exchange.ranks))
     return exchange.reduce_scatter(flat, tie.name).wait(f"the gradient of '{tie.name}' on all replicas")
