@@ -16,14 +16,12 @@ from hvd_ckpt.parallel.pipeline.microbatch import TotalTerms, add_loss, one_elem
 from hvd_ckpt.parallel.pipeline.random_state import forward_pass
 from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge, chain_edges
 from hvd_ckpt.parallel.pipeline.skip import Key, find_skips, skips_of_chunk
-from hvd_ckpt.parallel.pipeline.transport import Received, Transport
+from hvd_ckpt.parallel.pipeline.transport import VALUE_TAG, Received, Transport
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import LayerSegment, as_arguments, cut
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
-
-FIRST_TAG = 16  # first tag of values and gradients; lower tags are for messages of a whole step
 
 
 class Chunks:
@@ -295,7 +293,7 @@ class Execution:
         what = int(kind == BACKWARD) if self._loss_fn is not None else 2
         number = index * len(self._chunks.edges) + self._chunks.edges.index(edge)
         grid = self._transport.grid
-        return grid.process(chunk % grid.stages), FIRST_TAG + 3 * number + what
+        return grid.process(chunk % grid.stages), VALUE_TAG + 3 * number + what
 
 
 def _span(kind: str, chunk: int, micro_batch: int) -> AbstractContextManager[None]:

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from hvd_ckpt.collectives.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance, cuts_of
 from hvd_ckpt.parallel.pipeline.chain import Chain
-from hvd_ckpt.parallel.pipeline.execution import (
-    FIRST_TAG as EXECUTION_TAG,
-    Chunks,
-    Execution,
-    MicroBatch,
-)
+from hvd_ckpt.parallel.pipeline.execution import Chunks, Execution, MicroBatch
 from hvd_ckpt.parallel.pipeline.microbatch import (
     Accumulated,
     TotalTerms,
@@ -40,9 +35,9 @@ from hvd_ckpt.parallel.pipeline.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.parallel.pipeline.tied import find_shared, summed_over_stages, unchanged, with_buffers
-from hvd_ckpt.parallel.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.transport import LOSS_TAG, STEP_TAG, Transport
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.processes import grid as grids
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.calls import tensors_in
@@ -53,9 +48,6 @@ from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
 from hvd_ckpt.utils.unmaterialized import check_shapes
-
-STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
-assert TIED_TAG < EXECUTION_TAG
 
 
 class Pipeline(nn.Module):
@@ -160,7 +152,7 @@ class Pipeline(nn.Module):
         if not len(model):
             raise ValueError("Pipeline takes a chain of at least one block, got an empty one")
         check_shapes(model.named_parameters())
-        grid = grids.current()
+        grid = current()
         self._plan = planned = None if plan is None else cuts_of(plan, grid.stages)
         balance, chunks, schedule, checkpoint, virtual = given.values()
         if plan is not None and planned is not None:
@@ -245,7 +237,7 @@ class Pipeline(nn.Module):
             total = TotalTerms(math.fsum(terms), across_ranks) if last else None
             execution = Execution(self._chunks, micro_batches, loss_fn, total, backward, forward_context)
             # The sum comes after all backward passes, and before the reduction.
-            with summed_over_stages(self._tied, self._transport, TIED_TAG):
+            with summed_over_stages(self._tied, self._transport):
                 try:
                     execution.run(self._schedule_for(len(parts))[self._grid.stage])
                 finally:

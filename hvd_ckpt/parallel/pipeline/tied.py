@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.collectives.exchange import Exchange
-from hvd_ckpt.parallel.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.transport import TIED_TAG, Transport
 from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 
@@ -96,7 +96,7 @@ def _prints_of(module: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def summed_over_stages(tied: Sequence[Shared], transport: Transport, tag: int) -> Iterator[None]:
+def summed_over_stages(tied: Sequence[Shared], transport: Transport) -> Iterator[None]:
     """A context around the backward passes of a step, after which each copy of a parameter has the sum of all gradients of it.
 
     The reducer counts the sum as one more accumulation. Collective over the stages of a replica, and over all ranks with more than
@@ -105,7 +105,6 @@ def summed_over_stages(tied: Sequence[Shared], transport: Transport, tag: int) -
     Args:
         tied: the parameters that this rank shares with other stages, in the same order on all stages.
         transport: connects the stages.
-        tag: tag of the messages.
 
     Raises:
         ValueError: the gradient of a parameter is sharded, so no rank has it.
@@ -126,13 +125,14 @@ def summed_over_stages(tied: Sequence[Shared], transport: Transport, tag: int) -
     for tie, part in zip(tied, parts):
         for stage in tie.places:
             if stage != grid.stage:
-                transport.send([part], grid.process(stage), tag)
+                transport.send([part], grid.process(stage), TIED_TAG)
     for tie, exchange, part, earlier in zip(tied, exchanges, parts, before):
         parameter, total = tie.what, None
         for stage in tie.places:
             there = part
             if stage != grid.stage:
-                there = transport.receive(grid.process(stage), tag, f"the gradient of '{tie.name}'").value[0]
+                what = f"the gradient of '{tie.name}'"
+                there = transport.receive(grid.process(stage), TIED_TAG, what).value[0]
             if there is not None:
                 total = there if total is None else total + there
         if total is not None and exchange is not None:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 # tag of its message, and headers have one tag for all messages of the lane. The receiver reads them in order, and launches the
 # receives of each message, until it finds the one that it wants. It posts nothing ahead: the device's receives wait for nothing.
 
-LANE_TAG = FIRST_TAG + 3
+# Tags: the beginning of a step, its loss, gradients of tied parameters, what lanes announce, and from VALUE_TAG on the values and
+# gradients of each edge and micro-batch.
+STEP_TAG, LOSS_TAG, TIED_TAG, LANE_TAG, VALUE_TAG = range(FIRST_TAG, FIRST_TAG + 5)
 AHEAD = 2  # passes that the host may be ahead of the device
 
 
