@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.parallel.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulation, one_element, silence
 from hvd_ckpt.parallel.pipeline.random_state import forward_pass
 from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge, chain_edges
 from hvd_ckpt.parallel.pipeline.skip import Key, find_skips, skips_of_chunk
@@ -129,7 +128,6 @@ class MicroBatch:
 
     Attributes:
         inputs, targets, shared: as in :class:`hvd_ckpt.data.objectives.Batch`.
-        terms: number of terms that its loss is the mean of.
         key: its random state; None in evaluation mode.
         keeps: the chunks that keep its activations and are not recomputed as a whole.
     """
@@ -137,7 +135,6 @@ class MicroBatch:
     inputs: tuple[Any, ...]
     targets: Any
     shared: dict[str, Any]
-    terms: float
     key: int | None
     keeps: Container[int]
 
@@ -149,8 +146,7 @@ class Execution:
         chunks: those of this rank.
         micro_batches: micro-batches of this step.
         loss_fn: takes the output of the model and the targets; None in an evaluation, which keeps the outputs.
-        total: the number of terms of the whole batch, on the rank with the last chunk.
-        backward: takes a loss and whether it is the last; None for ``loss.backward()``.
+        accumulation: adds up the losses, and runs their backward passes; None in an evaluation.
         context: makes a context for each forward pass, such as ``torch.autocast``.
     """
 
@@ -159,17 +155,14 @@ class Execution:
         chunks: Chunks,
         micro_batches: Sequence[MicroBatch],
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        total: TotalTerms | None = None,
-        backward: Callable[[Tensor, bool], Any] | None = None,
+        accumulation: Accumulation | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.outputs: list[Any] = []
-        self.loss: Tensor | None = None
         self._chunks, self._transport, self._micro_batches = chunks, chunks.transport, micro_batches
-        self._loss_fn, self._total, self._run_backward, self._context = loss_fn, total, backward, context
+        self._loss_fn, self._accumulation, self._context = loss_fn, accumulation, context
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._terms = math.fsum(micro_batch.terms for micro_batch in micro_batches)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs the actions in order, then waits until everything is sent."""
@@ -202,7 +195,7 @@ class Execution:
                 first, shared = self._inputs(index)
                 output, skips = self._chunks.run(chunk, arguments if chunk else first, given, shared, keeps)
             if chunk == self._chunks.count - 1:
-                if self._loss_fn is None:
+                if self._loss_fn is None or self._accumulation is None:
                     self.outputs.append(output)
                     return
                 with self._chunks.keeping() if keeps else nullcontext():
@@ -211,7 +204,7 @@ class Execution:
                     raise RuntimeError(
                         "loss_fn returned a loss without a gradient: compute it from the output, without detach()"
                     )
-                self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
+                self._accumulation.add(index, in_flight.loss)
         # One message along each edge: the output to the next chunk, with the skip connections that lead there, and skip connections
         # alone to later chunks. Tensors that require gradients are noted, as their gradients come back in this order.
         for edge in action.sends:
@@ -228,8 +221,8 @@ class Execution:
             self._in_flight[chunk, index] = in_flight
 
     def _backward(self, action: Action, following: Action | None) -> None:
-        index = action.micro_batch
-        micro_batch = self._micro_batches[index]
+        index, accumulation = action.micro_batch, self._accumulation
+        assert accumulation is not None
         # Taken out, so that the graph and its activations are freed with this pass.
         in_flight = self._in_flight.pop((action.chunk, index))
         roots: list[Tensor] = []
@@ -241,13 +234,11 @@ class Execution:
                     gradients.append(gradient)
         self._expect(following)
         if in_flight.loss is not None:
-            assert self._total is not None
             if in_flight.loss.requires_grad:  # else every block is frozen
-                last = index == len(self._micro_batches) - 1
-                run_backward(in_flight.loss, micro_batch.terms, self._total, self._run_backward, last)
+                accumulation.backward(index, in_flight.loss)
         # Only the loss is multiplied by the weight of the micro-batch. Gradients that arrive from the next stage include it.
         elif roots:
-            if not micro_batch.terms:  # nothing of this micro-batch counts, not even a nan
+            if not accumulation.terms[index]:  # nothing of this micro-batch counts, not even a nan
                 for root in roots:
                     silence(root)
             torch.autograd.backward(roots, gradients)

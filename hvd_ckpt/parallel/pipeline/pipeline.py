@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.execution import Chunks, Execution, MicroBatch
 from hvd_ckpt.parallel.pipeline.microbatch import (
     Accumulated,
-    TotalTerms,
+    Accumulation,
     check_options,
     concatenated,
     fields_of,
@@ -229,21 +228,19 @@ class Pipeline(nn.Module):
             if not torch.is_grad_enabled():
                 raise RuntimeError("accumulate() computes gradients: call it outside of torch.no_grad()")
             parts = split_batch(batch, self.micro_batches)
-            terms = [terms_of(part, weight) for part in parts]
-            micro_batches = self._micro_batches(parts, terms)
+            terms, micro_batches = [terms_of(part, weight) for part in parts], self._micro_batches(parts)
             last = self._chunks.count - 1 in self._chunks.own
             # Only the last stage has losses to weight, and its replicas
             # are a Horovod world of their own: other stages take no part.
-            total = TotalTerms(math.fsum(terms), across_ranks) if last else None
-            execution = Execution(self._chunks, micro_batches, loss_fn, total, backward, forward_context)
+            accumulation = Accumulation(terms, across_ranks and last, backward=backward)
+            execution = Execution(self._chunks, micro_batches, loss_fn, accumulation, forward_context)
             # The sum comes after all backward passes, and before the reduction.
             with summed_over_stages(self._tied, self._transport):
                 try:
                     execution.run(self._schedule_for(len(parts))[self._grid.stage])
                 finally:
-                    if total is not None:
-                        total.factor()  # always waited for, since the next call sends under the same name
-            return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
+                    accumulation.factor()  # always waited for, since the next call sends under the same name
+            return Accumulated(self._loss_everywhere(accumulation.loss), accumulation.weight)
 
     def forward(self, *inputs: Any, **shared: Any) -> Any:
         """Runs the model without gradients, micro-batch by micro-batch. Collective over the stages of a replica.
@@ -255,8 +252,7 @@ class Pipeline(nn.Module):
         """
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
-            micro_batches = self._micro_batches(parts, [1.0] * len(parts))
-            execution = Execution(self._chunks, micro_batches)
+            execution = Execution(self._chunks, self._micro_batches(parts))
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
@@ -287,10 +283,10 @@ class Pipeline(nn.Module):
             )
         return self._schedules[micro_batches]
 
-    def _micro_batches(self, parts: Sequence[Any], terms: Sequence[float]) -> list[MicroBatch]:
+    def _micro_batches(self, parts: Sequence[Any]) -> list[MicroBatch]:
         fields = [fields_of(part) for part in parts]
-        facts = zip(fields, terms, self._keys(fields), self._kept_chunks(len(parts)))
-        return [MicroBatch(*values, count, key, keeps) for values, count, key, keeps in facts]
+        facts = zip(fields, self._keys(fields), self._kept_chunks(len(parts)))
+        return [MicroBatch(*values, key, keeps) for values, key, keeps in facts]
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
         """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
