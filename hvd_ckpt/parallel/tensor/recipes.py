@@ -139,7 +139,7 @@ def tensor_parallel(
     verifies = verify and not grid.alone and not any(one.is_meta for one in model.parameters())
     whole = copy_of(model) if verifies else None
     _split(model, split_kinds, cuts)
-    watched = {"": model}
+    watched: dict[str, nn.Module] = {"": model}
     if whole is not None and not sequence:
         # A stage calls its blocks, not the model. Modules whose results may be those of a part are not verified alone.
         watched |= {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
