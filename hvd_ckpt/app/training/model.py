@@ -17,7 +17,6 @@ from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
-from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 from hvd_ckpt.utils.torch_private import AnyBatchNorm
 
@@ -150,5 +149,4 @@ def cut_into_stages(run: Trainer) -> Pipeline:
                 f"pipeline {config.pipeline.stages}: stage {current().stage} has no parameters that are trained, give another "
                 f"balance than {pipeline.balance}"
             )
-    pipeline.recorder = lambda kind, chunk, part: span(kind, f"{kind} chunk {chunk}, micro-batch {part}")
     return pipeline.to(run.device)
