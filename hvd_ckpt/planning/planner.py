@@ -107,24 +107,12 @@ class Planner:
             self.profile = Profile(self._step, say, limit, blocks, chunk_head)
             self._calibrate()
 
-    def bind(self, model: nn.Module, sample: Sample, say: Callable[[str], None]) -> None:
-        """Takes another model and sample for which the measurements of the blocks hold, too."""
-        self._step.bind(model, sample)
-        self._say = say
-        with self._measuring():
-            self._try_kept()
-
     @contextlib.contextmanager
     def _measuring(self) -> Iterator[None]:
         """A context for steps of the model, which has no plan meanwhile; afterwards all is as before."""
         model = self._step.model
         with without_policies(model), undisturbed(model, self._step.device), verifying("never"):
             yield
-
-    def release(self) -> None:
-        """Keeps the measurements, and no model and sample, until :meth:`bind`."""
-        self._step.release()
-        self._say = lambda text: None
 
     @property
     def baseline(self) -> Cost:
@@ -330,34 +318,21 @@ class Planner:
         difference is spread over the bytes that the blocks keep.
         """
         self.chain = self.profile.chain
-        self._try_kept()
-        if self._kept is None:
+        solution = all_kept(self.chain)
+        if solution.peak > FITS * free_memory(self._step.device):
+            return  # it might not fit
+        self._say("measuring a step without recomputation")
+        kept = _Tried(solution, *self._peak())
+        if kept.peak == _OUT_OF_MEMORY:
             return
         seconds = min(self._step.seconds() for _ in range(2))
-        kept = sum(block.choices[0].kept for block in self.chain[1:-1])
-        rate = max(seconds - self.baseline.seconds, 0.0) / max(kept, 1)
+        held = sum(block.choices[0].kept for block in self.chain[1:-1])
+        rate = max(seconds - solution.seconds, 0.0) / max(held, 1)
         self.chain = [
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self.chain
         ]
-        solution = all_kept(self.chain)
-        self._kept = self._tried[solution.items] = self._kept._replace(solution=solution)
-
-    def _try_kept(self) -> None:
-        """Measures a step without recomputation, if it fits with certainty and was not measured yet."""
-        solution, known = all_kept(self.chain), self._kept
-        # How much memory is free may have changed since the last plan.
-        self._tried.clear()
-        self._kept = None
-        self.__dict__.pop("_unlimited", None)
-        peak = max(solution.peak, known.peak if known else 0)
-        if peak > FITS * free_memory(self._step.device):
-            return
-        if known is None:
-            self._say("measuring a step without recomputation")
-            known = _Tried(solution, *self._peak())
-        if known.peak != _OUT_OF_MEMORY:
-            self._kept = self._tried[solution.items] = known
+        self._kept = self._tried[solution.items] = kept._replace(solution=all_kept(self.chain))
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule; a second call returns the first result."""

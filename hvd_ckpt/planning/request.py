@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,39 +136,10 @@ def make_plan(
     with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
         if layout is not None:
             options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        with _planner(model, sample, None if layout else budget, say, options) as planner:
-            if layout is None:
-                return planner.plan(budget)
-            return planner.plan_parts(layout, budget)
-
-
-# The planner of the last plan of a model. A plan for another budget takes its measurements, and is measured and checked itself.
-_planners: weakref.WeakKeyDictionary[nn.Module, tuple[str, Planner]] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def _planner(
-    model: nn.Module,
-    sample: Sample,
-    budget: Budget | None,
-    say: Callable[[str], None],
-    options: dict[str, Any],
-) -> Iterator[Planner]:
-    """The planner that has measured this model on such a sample, or a new one."""
-    args, kwargs, loss = sample
-    key = key_of(model, (args, kwargs), loss, device_of(model, args), options)
-    # Taken out: a planner that fails while it is bound must not stay, since it would keep the model alive.
-    known, planner = _planners.pop(model, ("", None))
-    if planner is not None and known == key:
-        planner.bind(model, sample, say)
-    else:
-        planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, budget=budget, **options)
-    try:
-        yield planner
-    finally:
-        # After a BudgetError, too: a plan for a larger budget takes the measurements.
-        planner.release()
-        _planners[model] = key, planner
+        args, kwargs, loss = sample
+        first = None if layout else budget
+        planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, budget=first, **options)
+        return planner.plan(budget) if layout is None else planner.plan_parts(layout, budget)
 
 
 def largest_batch(

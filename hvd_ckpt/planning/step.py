@@ -47,16 +47,7 @@ class Step:
 
     def __init__(self, model: nn.Module, sample: Sample, autocast: torch.dtype | None = None) -> None:
         self.device = device_of(model, sample.args)
-        self._autocast = autocast
-        self.bind(model, sample)
-
-    def bind(self, model: nn.Module, sample: Sample) -> None:
-        """Takes another model and sample of the same kind."""
-        self.model, self._sample = model, sample
-
-    def release(self) -> None:
-        """Holds no model and sample until :meth:`bind`."""
-        del self.model, self._sample
+        self.model, self._sample, self._autocast = model, sample, autocast
 
     @property
     def autocast_name(self) -> str | None:

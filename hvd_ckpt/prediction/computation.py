@@ -144,7 +144,6 @@ def measured(model: nn.Module, sample: Sample, say: Callable[[str], None], **opt
         options = {**options, "blocks": children_of(model)}
     planner = Planner(model, *sample.args, kwargs=sample.kwargs, loss=sample.loss, say=say, **options)
     names = [block.members for block in planner.profile.blocks]
-    planner.release()
     return Computation(planner.chain, names, in_chain)
 
 
