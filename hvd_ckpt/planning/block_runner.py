@@ -74,7 +74,7 @@ class BlockRunner:
         #
         # forward_peak is the peak up to "ran", kept the bytes at "kept", casts what autocast's end frees, backward_peak the peak
         # up to "end"; all above the bytes at "start".
-        for number in range(len(policies)):
+        for number, policy in enumerate(policies):
             start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(
                 Choice(
@@ -83,6 +83,7 @@ class BlockRunner:
                     max(ran.peak_bytes - start.bytes, 0),
                     max(end.peak_bytes - start.bytes, 0),
                     max(ran.bytes - kept.bytes, 0),
+                    policy,
                 )
             )
         return costs

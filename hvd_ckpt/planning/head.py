@@ -7,14 +7,15 @@ number.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
+from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.deferred import Use, listening
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
 from hvd_ckpt.planning.step import Step
@@ -28,43 +29,33 @@ _LESS = 0.98  # share of the previous peak that a further choice must stay below
 _FACTOR = 4  # from one number of chunks to the next
 
 
-class HeadCost(NamedTuple):
-    """Cost of head and loss by themselves, forward and backward: peak bytes above the start, and seconds."""
-
-    chunks: int | None
-    peak: int
-    seconds: float
-
-
-def head_costs(step: Step, loss: Use) -> list[HeadCost]:
-    """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
+def head_choices(step: Step, loss: Use) -> list[Choice]:
+    """Costs of head and loss by themselves, whole and in each number of chunks that needs less memory than the previous one."""
     head, hidden, targets = loss.call.head, loss.call.product.hidden, loss.targets
     assert targets is not None
 
     def run(hidden: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(head(hidden).to(loss.dtype), targets, **loss.options)
 
-    numbers: list[int | None] = [None]
-    chunks = 1
+    policies, chunks = [KEEP], 1
     while chunks == 1 or len(targets) >= _LEAST_ROWS * chunks:
-        numbers.append(chunks)
+        policies.append(in_chunks(chunks))
         chunks *= _FACTOR
     own = hidden.detach().requires_grad_(hidden.requires_grad)
     runner = BlockRunner(step, run, (own, targets), {})
-    costs: list[HeadCost] = []
-    for number in numbers:
+    choices: list[Choice] = []
+    for policy in policies:
         # The policy is on the module, and the runner gets KEEP: the loss, which
         # the runner takes for a part of the block, makes the chunks.
-        apply_policy(head, KEEP if number is None else in_chunks(number))
+        apply_policy(head, policy)
         try:
             (cost,) = runner.memory([KEEP])
             (seconds,) = runner.seconds([KEEP], 0.0, 1)
         finally:
             remove_policy(head)
-        peak = max(cost.forward_peak, cost.backward_peak)
-        if not costs or peak < _LESS * costs[-1].peak:
-            costs.append(HeadCost(number, peak, seconds))
-    return costs
+        if not choices or cost.peak < _LESS * choices[-1].peak:
+            choices.append(dataclasses.replace(cost, seconds=seconds, policy=policy))
+    return choices
 
 
 def find_head(step: Step) -> tuple[str, Use] | None:

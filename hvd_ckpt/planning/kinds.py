@@ -26,6 +26,8 @@ _MANY_KINDS = 12  # with more kinds of blocks, fewer policies of each kind are m
 # times at least.
 _SECONDS_PER_KIND = 1.5
 _SECONDS = 12.0
+NOTHING = Block((Choice(0.0, 0, 0, 0, policy=KEEP),), 0, 0.0, 0)
+"""A block without costs, which is kept whole."""
 
 
 class KindProfiler:
@@ -51,8 +53,8 @@ class KindProfiler:
         self._repeats: dict[object, bool] = {}
         self._problems: dict[tuple[object, CheckpointPolicy], str | None] = {}
 
-    def measure(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
-        """The policies of a block and their costs. A block that cannot be run by itself is kept whole, with costs of 0."""
+    def measure(self, block: FoundBlock) -> Block:
+        """The costs of a block under each of its policies. A block that cannot be run by itself is kept whole, with costs of 0."""
         if block.obstacle is None:
             try:
                 return self._measure_alone(block)
@@ -60,7 +62,7 @@ class KindProfiler:
                 block.obstacle = f"it cannot be run by itself ({in_words(error)})"
         self.notes[block.like] = f"kept whole, and in no segment: {block.obstacle}"
         self.alone.add(block.like)
-        return [KEEP], Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)
+        return NOTHING
 
     def _policies(self, block: FoundBlock, runner: BlockRunner) -> list[CheckpointPolicy]:
         """The policies under which a block gives the same bits as without a policy.
@@ -126,24 +128,21 @@ class KindProfiler:
         except Exception as error:
             return f"fails, as its calls cannot be traced ({in_words(error)})"
 
-    def _measure_alone(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
+    def _measure_alone(self, block: FoundBlock) -> Block:
         assert block.args is not None and block.kwargs is not None
         runner = BlockRunner(self._step, block, block.args, block.kwargs)
         policies = self._policies(block, runner)
         # A first run allocates what later ones reuse, such as the gradients of parameters.
         runner.seconds(policies[:1], 0.0, least_rounds=1)
-        costs = runner.memory(policies)
+        keep, *others = runner.memory(policies)
         # Of policies with the same bytes, such as a compressed form with nothing to compress, one is measured further.
-        with_bytes: dict[tuple[int, ...], int] = {}
-        for number, cost in enumerate(costs[1:], start=1):
-            with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
-        useful = [0, *with_bytes.values()]
-        policies = [policies[number] for number in useful]
-        choices = tuple(
-            dataclasses.replace(costs[number], seconds=seconds)
-            for number, seconds in zip(useful, runner.seconds(policies, self._least_seconds))
-        )
+        with_bytes: dict[tuple[int, ...], Choice] = {}
+        for choice in others:
+            with_bytes.setdefault((choice.kept, choice.backward_peak, choice.casts), choice)
+        useful = [keep, *with_bytes.values()]
+        seconds = runner.seconds([choice.policy for choice in useful], self._least_seconds)
+        choices = tuple(dataclasses.replace(choice, seconds=own) for choice, own in zip(useful, seconds))
         output, casts, working, forward = runner.first_pass()
         # The random state that a segment keeps is in host memory, which counts on the CPU alone.
         frame = torch.get_rng_state().nbytes if self._step.device.type == "cpu" else 0
-        return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
+        return Block(choices, output, forward, working, casts=casts, frame=frame)

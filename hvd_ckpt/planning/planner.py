@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, bottleneck
+from hvd_ckpt.planning.chain import Block, Choice, Item, Solution, all_kept, bottleneck
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.policy import without_policies
@@ -153,8 +153,7 @@ class Planner:
                 else:
                     if self._recomputes:
                         self._say("checking the plan")
-                        plan = self._as_plan(tried.solution.items)
-                        problem = self.profile.problem(plan, self._kept is not None)
+                        problem = self.profile.problem(tried.solution.items, self._kept is not None)
                 if problem is None:
                     break
                 self._recompute_less(problem)
@@ -195,7 +194,10 @@ class Planner:
         pairs = zip(self.chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         modules = [self._step.model.get_submodule(block.members[0]) for block in blocks]
-        make = functools.partial(self.profile.plan_of, sample=self._sample)
+
+        def make(choices: Sequence[int], **facts: Any) -> Plan:
+            return self.profile.plan_of(self.profile.without_segments(choices), sample=self._sample, **facts)
+
         return layout.plan(chain, modules, parse_budget(budget), self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
@@ -207,7 +209,7 @@ class Planner:
         timelines = {"after": tried.timeline}
         if self._kept is not None:
             timelines["before"] = self._kept.timeline
-        return self._as_plan(
+        return self.profile.plan_of(
             tried.solution.items,
             sample=self._sample,
             notes=(*self.profile.described(), *self._notes),
@@ -254,7 +256,7 @@ class Planner:
 
     def _seconds(self, tried: _Tried) -> float:
         """Seconds of a step with the schedule."""
-        with applied(self._step.model, self._as_plan(tried.solution.items)):
+        with applied(self._step.model, self.profile.plan_of(tried.solution.items)):
             return self._step.seconds()
 
     def _within(self, limit: int) -> _Tried:
@@ -338,7 +340,7 @@ class Planner:
         """Measures the peak of a schedule; a second call returns the first result."""
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
-            with applied(self._step.model, self._as_plan(solution.items)):
+            with applied(self._step.model, self.profile.plan_of(solution.items)):
                 self._tried[solution.items] = _Tried(solution, *self._peak())
         return self._tried[solution.items]
 
@@ -350,20 +352,6 @@ class Planner:
             pass
         free_failed_step()
         return _OUT_OF_MEMORY, ()
-
-    def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
-        choices = [0] * len(self.profile.blocks)
-
-        def number(item: Item) -> Any:
-            if isinstance(item, tuple):
-                return tuple(map(number, item))
-            choices[item.block - 1] = item.choice
-            return item.block - 1
-
-        _, *inner, behind = items  # the pseudo-blocks at both ends are in no segment
-        assert isinstance(behind, Run)
-        chunks = self.profile.head_costs[behind.choice].chunks
-        return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
 
 
 def free_failed_step() -> None:

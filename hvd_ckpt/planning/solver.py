@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -364,9 +364,9 @@ def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds, Integers]:
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
     """The choices with their numbers, without those that are no better than another choice in any cost."""
     kept: list[tuple[int, Choice]] = []
-    for number, choice in sorted(enumerate(choices), key=lambda entry: astuple(entry[1])):
-        costs = astuple(choice)
-        if not any(all(theirs <= ours for theirs, ours in zip(astuple(better), costs)) for _, better in kept):
+    for number, choice in sorted(enumerate(choices), key=lambda entry: entry[1].costs):
+        costs = choice.costs
+        if not any(all(theirs <= ours for theirs, ours in zip(better.costs, costs)) for _, better in kept):
             kept.append((number, choice))
     return kept
 

@@ -123,7 +123,7 @@ class StageLayout:
 
         Args:
             chain, blocks: as of :class:`StagePlanner`.
-            plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
+            plan_of: makes a plan from choices and facts.
 
         Raises:
             BudgetError: no plan fits the budget; the message has the smallest budget that works.
@@ -134,7 +134,6 @@ class StageLayout:
         def made(within: float) -> Plan:
             pipeline, choices = planner.pipeline(within)
             return plan_of(
-                tuple(range(len(choices))),
                 choices,
                 budget=limit,
                 predicted=_cost(pipeline),
