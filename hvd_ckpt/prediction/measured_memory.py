@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.utils.elementwise import check_elementwise, class_of, optimizer_classes
+from hvd_ckpt.utils.elementwise import class_of, optimizer_classes
 from hvd_ckpt.utils.measure import now, undisturbed
 from hvd_ckpt.utils.memory import recording_marks
 from hvd_ckpt.utils.text import unknown
@@ -173,15 +173,6 @@ def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer
         raise ValueError(
             f"optimizer {kind.__name__} cannot be made with its default options ({error}): pass an instance"
         ) from None
-
-
-def check_optimizer(name: str) -> None:
-    """Checks that there is an optimizer of that name, and that its state can be split.
-
-    Raises:
-        ValueError: it does not exist or cannot be split.
-    """
-    check_elementwise(make_optimizer(name, nn.Linear(1, 1)))
 
 
 class Update(NamedTuple):

@@ -208,9 +208,9 @@ class Estimator:
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
         """
+        ranks = np
         if local is not None:
-            step = self.estimate(local.group, shard, offload, wire, None, activations, micro_batches)
-            return local.added_to(step, self._parameters.values(), self._place)
+            np, within = local.group, None
         stage, gradients, weights = check_stage(shard, offload, wire)
         if within is not None and (stage < 3 or not 1 < within <= np or np % within):
             raise ValueError(
@@ -235,6 +235,8 @@ class Estimator:
             stage, np, trained, units, reduced, gradients, weights, activations, micro_batches
         )
         moments += self._step(stage, trained, weights, offload, reduced)
+        if local is not None:
+            held["averages"] += local.add_to(moments, reduced, self._parameters.values(), self._place)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {
             **held,
@@ -244,7 +246,7 @@ class Estimator:
             "temporaries": highest.temporaries,
         }
         return MemoryEstimate(
-            ranks=np,
+            ranks=ranks,
             stage=stage,
             offload=offload,
             **held,
