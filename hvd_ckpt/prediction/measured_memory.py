@@ -46,9 +46,7 @@ def measure_step(step: Step) -> list[Stretch]:
     with undisturbed(step.model, step.device):
         step.run()
         gc.collect()
-        with contextlib.ExitStack() as stack:
-            args, kwargs = stack.enter_context(step.sample())
-            marks = stack.enter_context(recording_marks(step.device))
+        with step.recorded() as (run, marks), contextlib.ExitStack() as stack:
 
             def after_accumulation(parameter: Tensor) -> None:
                 accumulated.append(parameter)
@@ -58,8 +56,7 @@ def measure_step(step: Step) -> list[Stretch]:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
-            step.run_on(args, kwargs, marks)
-            marks.mark("end")
+            run()
     last = {id(parameter): number for number, parameter in enumerate(accumulated)}
     gradients = iter(enumerate(accumulated))
     stretches: list[Stretch] = []
