@@ -86,12 +86,16 @@ def plan(
 
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
-    options: dict[str, Any] = {
-        "blocks": blocks,
-        "autocast": autocast,
-        "chunk_head": chunk_head,
-        "layout": layout,
-    }
+    sample = Sample(args, kwargs or {}, loss)
+    options: dict[str, Any] = {"blocks": blocks, "autocast": autocast, "chunk_head": chunk_head}
+
+    def make(limit: Budget, say: Callable[[str], None]) -> Plan:
+        make_planner = functools.partial(Planner, model, *args, kwargs=kwargs, loss=loss, say=say)
+        with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
+            if layout is None:
+                return make_planner(budget=limit, **options).plan(limit)
+            names = layout.blocks_of(model)
+            return make_planner(blocks=names, autocast=autocast, chunk_head=False).plan_parts(layout, limit)
 
     def find(limit: Budget) -> Plan:
         if layout is not None and blocks is not None:
@@ -101,45 +105,16 @@ def plan(
         quiet = contextlib.nullcontext(lambda text: None)
         after = 0.0 if verbose else _SILENT_SECONDS
         with quiet if verbose is False else talking("plan", after) as say:
-            sample = Sample(args, kwargs or {}, loss)
-            make = functools.partial(make_plan, model, sample, limit, say, **options)
             if cache is None or limit.kind == "device":  # its bytes depend on the free memory
-                return make()
-            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options})
-            return cached(cache, key, model, make, say)
+                return make(limit, say)
+            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, "layout": layout, **options})
+            return cached(cache, key, model, functools.partial(make, limit, say), say)
 
     try:
         return on_rank_0(find, budget, device)
     except KeyboardInterrupt:
         # Without the frames of the model and the planner, which say nothing about the reason.
         raise KeyboardInterrupt("interrupted while planning; no plan was made") from None
-
-
-def make_plan(
-    model: nn.Module,
-    sample: Sample,
-    budget: Budget,
-    say: Callable[[str], None] = lambda text: None,
-    layout: Layout | None = None,
-    **options: Any,
-) -> Plan:
-    """Makes a plan in this process, without other ranks.
-
-    Args:
-        layout: as in :func:`plan`.
-        options: further arguments of :class:`.planner.Planner`.
-
-    Raises:
-        ValueError, BudgetError: as in :func:`plan`.
-    """
-    device = device_of(model, sample.args)
-    with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
-        if layout is not None:
-            options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        args, kwargs, loss = sample
-        first = None if layout else budget
-        planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, budget=first, **options)
-        return planner.plan(budget) if layout is None else planner.plan_parts(layout, budget)
 
 
 def largest_batch(
