@@ -318,7 +318,7 @@ class DeferredLogits(Tensor):
         product = self.call.checked()
         with torch.no_grad(), torch.autocast(product.hidden.device.type, enabled=False):
             parts = product.hidden.flatten(0, -2).tensor_split(self.call.chunks)
-            return torch.cat([product.rows(part).argmax(-1) for part in parts if len(part)]).view(shape[:-1])
+            return torch.cat([product.rows(part).argmax(-1) for part in parts]).view(shape[:-1])
 
 
 def _versions(product: Product) -> tuple[int, ...]:

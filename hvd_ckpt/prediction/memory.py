@@ -212,7 +212,9 @@ class Estimator:
         if local is not None:
             np, within = local.group, None
         stage, gradients, weights = check_stage(shard, offload, wire)
-        if within is not None and (stage < 3 or not 1 < within <= np or np % within):
+        if within is not None and (
+            type(within) is not int or stage < 3 or not 1 < within <= np or np % within
+        ):
             raise ValueError(
                 f"within must be a number of ranks from 2 that divides np={np}, with shard='parameters', not {within!r}"
             )

@@ -177,6 +177,7 @@ def test_deferred_logits_are_a_tensor_like_any_other():
     assert isinstance(logits, DeferredLogits) and isinstance(logits, torch.Tensor)
     assert (logits.shape, logits.dtype, logits.requires_grad) == (expected.shape, expected.dtype, True)
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert model(hidden[:0]).argmax(-1).shape == (0,)
     with torch.no_grad():  # looked at there, and trained with all the same
         assert float(logits.max()) == float(expected.max())
     functional.cross_entropy(logits, targets).backward()
