@@ -8,9 +8,8 @@ vocabulary. Any other function gets the logits themselves, which are then comput
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ _SIZES = {
 _VIEWS = {"contiguous", "flatten", "reshape", "view", "view_as"}  # these keep the order of the elements
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DeferredCall:
     """A call of a linear layer that is not computed yet.
 
@@ -48,6 +47,7 @@ class DeferredCall:
         chunks: number of chunks of the cross entropy.
         grad: whether gradients were enabled.
         versions: versions of the tensors in ``product``, which must not be changed before the loss.
+        uses: gets the uses of the logits, if it is a list.
     """
 
     head: nn.Linear
@@ -55,6 +55,7 @@ class DeferredCall:
     chunks: int
     grad: bool
     versions: tuple[int, ...]
+    uses: list[Use] | None = None
 
     def checked(self) -> Product:
         """The product, whose tensors are unchanged.
@@ -72,9 +73,8 @@ class DeferredCall:
     def with_hidden(self, hidden: Tensor) -> DeferredCall:
         """The same call for other rows, which are a view or a selection of its own."""
         product = self.checked()._replace(hidden=hidden)
-        return DeferredCall(
-            self.head, product, self.chunks, self.grad and torch.is_grad_enabled(), _versions(product)
-        )
+        grad = self.grad and torch.is_grad_enabled()
+        return replace(self, product=product, grad=grad, versions=_versions(product))
 
     def compute(self, product: Product, dtype: torch.dtype) -> Tensor:
         """All logits of a product."""
@@ -91,19 +91,6 @@ class Use:
     dtype: torch.dtype
     targets: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-
-
-_listeners: list[list[Use]] = []
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[Use]]:
-    """A context that collects the uses of deferred logits."""
-    _listeners.append([])
-    try:
-        yield _listeners[-1]
-    finally:
-        _listeners.pop()
 
 
 def defer(
@@ -229,8 +216,8 @@ class DeferredLogits(Tensor):
                 dtype = self.dtype
             with torch.set_grad_enabled(call.grad):
                 if self.view_of is None:
-                    for heard in _listeners:
-                        heard.append(Use(call, dtype))
+                    if call.uses is not None:
+                        call.uses.append(Use(call, dtype))
                     self.computed = call.compute(call.checked(), dtype)
                 else:
                     source, view = self.view_of
@@ -306,8 +293,8 @@ class DeferredLogits(Tensor):
             or Modes().may_change_results()
         ):
             return None
-        for heard in _listeners:
-            heard.append(Use(call, dtype, targets, options))
+        if call.uses is not None:
+            call.uses.append(Use(call, dtype, targets, options))
         product = call.checked()
         if torch.is_autocast_enabled(product.hidden.device.type):
             dtype = torch.float32

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +17,7 @@ from torch.nn import functional
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
 from hvd_ckpt.planning.chain import Choice
-from hvd_ckpt.planning.deferred import Use, listening
+from hvd_ckpt.planning.deferred import DeferredLogits, Use
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.keeper import saving_nothing
@@ -78,13 +79,18 @@ def find_head(step: Step) -> tuple[str, Use] | None:
     if not candidates:
         return None
     calls: list[nn.Module] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, _: calls.append(module)) for module in candidates
-    ]
+    uses: list[Use] = []
+
+    def called(module: nn.Module, _: Any, output: Any) -> None:
+        calls.append(module)
+        if isinstance(output, DeferredLogits):
+            output.call.uses = uses
+
+    handles = [module.register_forward_hook(called, prepend=True) for module in candidates]
     try:
         for module in candidates:
             apply_policy(module, in_chunks(1))
-        with listening() as uses, saving_nothing():
+        with saving_nothing():
             step.loss()
     except Exception:  # code that needs a graph, or values of the logits
         return None
