@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
 from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.deferred import DeferredLogits, Use
+from hvd_ckpt.planning.kinds import BlockRunner
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.keeper import saving_nothing
