@@ -23,8 +23,8 @@ class BudgetError(ValueError):
     """No plan fits the budget. The message names the smallest peak and the block that determines it.
 
     Attributes:
-        smallest: the smallest reachable peak in bytes, or a lower bound of it if the budget was refused early.
-        nearest: the measured plan with the smallest peak, or None if the budget was refused before the blocks were measured.
+        smallest: the smallest reachable peak in bytes.
+        nearest: the measured plan with the smallest peak, or None if that does not fit the device.
     """
 
     def __init__(self, message: str, smallest: int, nearest: Plan | None = None) -> None:

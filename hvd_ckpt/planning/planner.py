@@ -70,13 +70,9 @@ class Planner:
 
     Args:
         say: called with a line of text for each measurement.
-        budget: the budget of the first plan. A budget in bytes is refused early if the code around the blocks needs more.
 
     Attributes:
         chain: the measured chain, with a pseudo-block at each end.
-
-    Raises:
-        BudgetError: the budget is refused.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class Planner:
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
         say: Callable[[str], None] = lambda text: None,
-        budget: Given = None,
         blocks: Sequence[str] | None = None,
         autocast: torch.dtype | None = None,
         chunk_head: bool = True,
@@ -94,8 +89,6 @@ class Planner:
         self._step = Step(model, Sample(args, kwargs or {}, loss), autocast)
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say
-        first = parse_budget(budget)
-        limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
         self.chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
@@ -104,7 +97,7 @@ class Planner:
             self._step.note_written()
         # Entered anew: on entry it decides what it will restore, and that includes the parameters that were found to be written.
         with self._measuring():
-            self.profile = Profile(self._step, say, limit, blocks, chunk_head)
+            self.profile = Profile(self._step, say, blocks, chunk_head)
             self._calibrate()
 
     @contextlib.contextmanager

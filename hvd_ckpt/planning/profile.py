@@ -12,22 +12,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from hvd_ckpt.planning.blocks import find_blocks
-from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, runs_of, span_of
 from hvd_ckpt.planning.head import find_head, head_choices, without_head
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.kinds import NOTHING, KindProfiler
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
-from hvd_ckpt.planning.policy import KEEP, RECOMPUTE
-from hvd_ckpt.planning.step import Ends, Step
+from hvd_ckpt.planning.policy import KEEP
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.memory import free_memory
-from hvd_ckpt.utils.text import show_bytes
 
-_WHOLE = Block((Choice(0.0, 0, 0, 0, policy=RECOMPUTE),), 0, 0.0, 0)
 FITS = 0.5  # most of the free memory that a step without recomputation may need to be run
 
 
@@ -46,16 +42,14 @@ class Profile:
     #
     #     1. one forward pass finds the blocks; equal blocks form one kind, and one block of each kind is measured for all
     #     2. the head alone, whole and in chunks
-    #     3. a step that keeps least, to refuse a budget that what runs around the blocks exceeds
-    #     4. each kind of block by itself: a trace gives candidate policies; those that give the right bits are measured
-    #     5. steps of the whole model with the leanest policies: kinds that go wrong in the model are kept whole
-    #     6. steps of the whole model with marks: what runs around the blocks, and how fast blocks are in the model
+    #     3. each kind of block by itself: a trace gives candidate policies; those that give the right bits are measured
+    #     4. steps of the whole model with the leanest policies: kinds that go wrong in the model are kept whole
+    #     5. steps of the whole model with marks: what runs around the blocks, and how fast blocks are in the model
 
     def __init__(
         self,
         step: Step,
         say: Callable[[str], None],
-        limit: int | None,
         blocks: Sequence[str] | None,
         chunk_head: bool,
     ) -> None:
@@ -73,17 +67,13 @@ class Profile:
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
         profiler = KindProfiler(step, len(kinds))
         self.notes, self._alone = profiler.notes, profiler.alone
-        # Until all is measured, with policies alone.
-        self.chain = [NOTHING, *[_WHOLE for _ in self.blocks], behind]
-        if limit is not None:
-            say("measuring what runs around the blocks")
-            self._check_floor(limit)
         costs: dict[int, Block] = {}
         for done, index in enumerate(kinds):
             block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
             costs[index] = profiler.measure(block)
-        self.chain[1:-1] = [costs[block.like] for block in self.blocks]
+        # Until all is measured, the costs of the blocks alone.
+        self.chain = [NOTHING, *(costs[block.like] for block in self.blocks), behind]
         say("checking that recomputation changes nothing")
         self._check_in_place(kinds)
         say("measuring a step of the whole model")
@@ -110,30 +100,6 @@ class Profile:
             return NOTHING
         self._head, self.blocks = found[0], others
         return dataclasses.replace(NOTHING, choices=tuple(choices))
-
-    def _check_floor(self, limit: int) -> None:
-        """Raises a BudgetError if the code around the blocks needs more under all policies, before minutes of measurements."""
-        try:
-            with self._applied(self.without_segments([0] * len(self.blocks), -1)):
-                # A first step allocates what later ones reuse, so the second one is measured.
-                self.step.run()
-                begin, _, forward, backward = self._measure_ends()
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return  # a block that cannot be recomputed as a whole
-        floor = max(begin.peak_bytes, begin.bytes + max(forward, backward))
-        if limit < floor:
-            place = (
-                "before the first block"
-                if floor == begin.peak_bytes
-                else "behind the last block (head and loss)"
-            )
-            raise BudgetError(
-                f"No plan stays within a budget of {show_bytes(limit)}: what runs {place} takes {show_bytes(floor)}, whatever the "
-                "blocks keep. Give a larger budget or a smaller batch.",
-                floor,
-            )
 
     def _check_in_place(self, kinds: Sequence[int]) -> None:
         """Checks the leanest policies in the model, and keeps blocks whole that fail or give other values there."""
@@ -234,15 +200,13 @@ class Profile:
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
         return waiting
 
-    def _measure_ends(self) -> Ends:
-        return self.step.ends(self.blocks[0].modules[0], self.blocks[-1].modules[-1])
-
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with pseudo-blocks at its ends, measured in a step that keeps as little as possible."""
         leanest = [_leanest(block) for block in inner]
         heads = self.chain[-1].choices
         with self._applied(self.without_segments(leanest, -1)):
-            begin, after, forward, backward = self._measure_ends()
+            first, last = self.blocks[0].modules[0], self.blocks[-1].modules[-1]
+            begin, after, forward, backward = self.step.ends(first, last)
             seconds = min(self.step.seconds() for _ in range(2))
         # Autocast drops its casts before the backward pass begins, and the bytes behind the last block include them.
         backward += sum(block.choices[choice].casts for block, choice in zip(inner, leanest))

@@ -79,8 +79,7 @@ def plan(
             the loss is not a single number. Or ``layout`` is set for a model that is not a chain or
             has too few blocks.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
-            and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
-            blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.
+            and the block that sets it, and the error has the plan that reaches it.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
@@ -90,12 +89,10 @@ def plan(
     options: dict[str, Any] = {"blocks": blocks, "autocast": autocast, "chunk_head": chunk_head}
 
     def make(limit: Budget, say: Callable[[str], None]) -> Plan:
-        make_planner = functools.partial(Planner, model, *args, kwargs=kwargs, loss=loss, say=say)
         with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
-            if layout is None:
-                return make_planner(budget=limit, **options).plan(limit)
-            names = layout.blocks_of(model)
-            return make_planner(blocks=names, autocast=autocast, chunk_head=False).plan_parts(layout, limit)
+            parts = {} if layout is None else {"blocks": layout.blocks_of(model), "chunk_head": False}
+            planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, **{**options, **parts})
+            return planner.plan(limit) if layout is None else planner.plan_parts(layout, limit)
 
     def find(limit: Budget) -> Plan:
         if layout is not None and blocks is not None:
