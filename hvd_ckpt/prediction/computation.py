@@ -146,12 +146,24 @@ class _FlashAttention(TorchFunctionMode):
     """Attention on the meta device as devices run it, where PyTorch would keep the scores of all pairs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            query, key, value = (tensor.contiguous() for tensor in args[:3])
-            with DisableTorchFunction():
-                return flash_attention(query, key, value, 0.0, bool(kwargs.get("is_causal")))[0]
-        return func(*args, **kwargs)
+        run = _flash if func is functional.scaled_dot_product_attention else func
+        return run(*args, **(kwargs or {}))
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    with DisableTorchFunction():
+        result: Tensor = flash_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), 0.0, is_causal
+        )[0]
+    return result
 
 
 def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:

@@ -371,6 +371,8 @@ def layouts(
         raise ValueError(f"tflops must be > 0, not {tflops!r}")
     if network is not None and not isinstance(network, Network):
         raise ValueError(f"network must be a hvd_ckpt.prediction.network.Network, not {network!r}")
+    if network is not None and ranks is None:
+        raise ValueError("network: it is measured in a job; give ranks, their number, as well")
     limit = parse_budget(memory)
     if limit.kind != "bytes":
         raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")
