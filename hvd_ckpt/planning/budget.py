@@ -60,12 +60,10 @@ class Budget:
         """Whether the budget is the same number of bytes for every model."""
         return self.kind in ("bytes", "device")
 
-    def bytes(self, baseline: int, smallest: int, device: torch.device) -> int | None:
-        """The budget in bytes above the start of a step; None for the fastest plan."""
+    def bytes(self, baseline: int, device: torch.device) -> int | None:
+        """The budget in bytes above the start of a step, but for ``min``; None for the fastest plan."""
         if self.kind == "fastest":
             return None
-        if self.kind == "min":
-            return smallest
         if self.kind == "share":
             return int(self.value * baseline)
         if self.kind == "device":

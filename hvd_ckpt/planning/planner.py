@@ -220,7 +220,7 @@ class Planner:
             longest, points = MIN_SLOWDOWN * self.baseline.seconds, self._solver.frontier()
             quick = [point for point in points if point.seconds <= longest]
             return min(point.peak for point in quick or points)
-        return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
+        return budget.bytes(self.baseline.peak_bytes, self._step.device)
 
     def _fastest(self, limit: int | None) -> _Tried:
         """The fastest schedule whose measured peak stays within the limit."""

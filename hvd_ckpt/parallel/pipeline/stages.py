@@ -359,7 +359,7 @@ class StagePlanner:
         """The budget in bytes; None for the fastest plan."""
         if budget.kind == "min":
             return self._min()
-        limit = budget.bytes(max(self.baseline.memory), 0, device)
+        limit = budget.bytes(max(self.baseline.memory), device)
         if budget.kind == "device" and limit is not None:  # the memory in use includes the model
             limit += self._held.now
         return limit
