@@ -98,27 +98,25 @@ class KindProfiler:
             return self._problems[key]
 
         whole = problem(RECOMPUTE)
-        if whole or not repeats:
+        reason = "it gives other values in each run" if not repeats else None
+        if whole:
+            reason = f"recomputing it {whole}"
+        if reason:
             self.alone.add(block.like)
-            reason = f"recomputing it {whole}" if whole else "it gives other values in each run"
-            self.notes[block.like] = f"in no segment: {reason}"
-        right, wrong = [KEEP], [traced] if isinstance(traced, str) else []
-        for policy in candidates(traced, self._most_policies)[1:] if isinstance(traced, Trace) else ():
-            if failed := problem(policy):
-                wrong.append(failed)
-            else:
-                right.append(policy)
-        if not block.compiled and (len(right) > 1 or not (wrong or whole)):
-            return right
-        if whole or not repeats:
-            reason = self.notes[block.like].partition(": ")[2]
-            self.notes[block.like] = f"kept whole, and in no segment: {reason}"
-            return [KEEP]
-        if not block.compiled:
-            self.notes[block.like] = (
-                f"recomputed as a whole or not at all: dropping results of calls {wrong[-1]}"
-            )
-        return [KEEP, RECOMPUTE]
+        offered = candidates(traced, self._most_policies)[1:] if isinstance(traced, Trace) else []
+        found = {policy: problem(policy) for policy in offered}
+        right = [KEEP, *(policy for policy, wrong in found.items() if wrong is None)]
+        wrong = [traced] if isinstance(traced, str) else [*filter(None, found.values())]
+        note = reason and f"in no segment: {reason}"
+        if block.compiled or (len(right) == 1 and (wrong or whole)):
+            right = [KEEP] if reason else [KEEP, RECOMPUTE]
+            if reason:
+                note = f"kept whole, and in no segment: {reason}"
+            elif not block.compiled:
+                note = f"recomputed as a whole or not at all: dropping results of calls {wrong[-1]}"
+        if note:
+            self.notes[block.like] = note
+        return right
 
     def _traced(self, block: FoundBlock, runner: BlockRunner) -> Trace | str:
         """The calls of the block, or why they cannot be traced."""
