@@ -55,25 +55,18 @@ _Key = tuple[int, int, bool]
 
 @dataclass
 class Job:
-    """What layouts are for.
+    """What layouts are for; further attributes are as for :func:`layouts`.
 
     Attributes:
-        model: the whole model, which may be on the meta device.
-        batch: samples of a step of all ranks.
         memory: bytes of each rank.
-        ranks: of the job.
-        network: what connects them.
         sample: makes a batch of so many samples, where the model is.
         optimizer: makes that of a model, or gives its name, as for :func:`hvd_ckpt.estimate_memory`.
-        precision: as there.
         averaged: whether there is an average of the weights.
-        tflops: operations of a rank in TFLOP/s, where nothing is measured.
         replicas: logical replicas of the job, of which each rank computes its share one after the other.
         update: seconds of the optimizer's step.
         rank: this process's in a job that is measured, of which the first answers; None where nothing is measured, and
             operations and saved tensors are counted, which takes no time or memory.
         say: called with a line of text for each measurement.
-        inexact: the layouts are those that change results, in place of those that do not.
         refused: by number of parts, why layers cannot be split so.
     """
 
