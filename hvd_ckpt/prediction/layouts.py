@@ -291,7 +291,7 @@ class Job:
         step = sizes.step(StepTime(self.network, layout))
         steps = layout.every or 1
         seconds = self._beside_each_other(step, staged)
-        recomputing = passes.recomputing * count * steps / step.seconds
+        recomputing = passes.recomputing * count * steps / (step.seconds or 1.0)
         return dataclasses.replace(
             row,
             seconds=seconds / steps + self._update_seconds(layout),

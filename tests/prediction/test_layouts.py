@@ -272,6 +272,9 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
 
     rows = hc.layouts(model, make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
     assert [row.layout for row in rows] == [row.layout for row in rows_for(400)]
+    norms = torch.nn.Sequential(*(torch.nn.LayerNorm(8) for _ in range(2)))  # no matrix product is counted
+    alone = hc.layouts(norms, lambda count: torch.zeros(count, 8), batch=2, memory="1MiB", ranks=1)
+    assert alone[0].fits and alone[0].recomputing == 0
     for wrong, says in (
         ({"memory": "80%"}, "memory must be bytes"),
         ({"ranks": 0}, "ranks must be a number from 1, not 0"),
