@@ -101,12 +101,14 @@ def find_head(step: Step) -> tuple[str, Use] | None:
             handle.remove()
     # Deferred logits are used by a cross entropy, and computed for most
     # other functions. One loss and no computation (below) make a head.
-    losses = [use for use in uses if use.targets is not None]
+    found = list(uses)
+    uses.clear()  # calls refer to the list, and it to them
+    losses = [use for use in found if use.targets is not None]
     if len(losses) != 1:
         return None
     (loss,) = losses
     head, product = loss.call.head, loss.call.product
-    if any(use.call.head is head for use in uses if use is not loss):
+    if any(use.call.head is head for use in found if use is not loss):
         return None
     assert loss.targets is not None
     logits = len(loss.targets) * len(product.weight) * loss.dtype.itemsize
