@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.case import Case, Found, MeasuredJob, Row
 from benchmarks.suites.clusters import CLUSTER
-from benchmarks.suites.scale import split_of
+from benchmarks.suites.scale import BASELINES, split_of
 from benchmarks.suites.scale_on_hosts import LOCAL, WAYS
 from benchmarks.ways import StartingNetwork, efficiency, step_in
 from benchmarks.workloads import workload
@@ -22,7 +22,7 @@ from hvd_ckpt.prediction.computation import counted
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import BASELINES, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 from hvd_ckpt.processes.runtime import allowed_cpus
 
 # Measured on one core of a virtual machine:

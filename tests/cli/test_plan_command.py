@@ -168,17 +168,6 @@ def test_bad_arguments_are_one_line(run, model: str, arguments: str, says: str) 
     assert says in error_of(run(*arguments.split(), model=model or "own_model_to_plan:make"))
 
 
-def test_a_budget_below_what_runs_around_the_blocks_is_refused_before_they_are_measured(
-    run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvd_ckpt.planning.kinds.KindProfiler.measure", None)
-    result = run("--budget", "10KiB", "--output", "impossible")
-    assert result.exit_code == 2, result.output
-    message = result.output.splitlines()[-1]
-    assert "No plan stays within a budget of 10.00 KiB: what runs behind the last block" in message
-    assert "Give a larger budget or a smaller batch." in message
-
-
 def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quick_planner: None) -> None:
     result = run("--budget", "0.05x", "--output", "unmet")
     assert result.exit_code == 2, result.output

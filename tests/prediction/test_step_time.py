@@ -8,11 +8,13 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.suites.scale import WAYS
 from benchmarks.ways import Rings, Sending, StartingNetwork, efficiency, step_in
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.layouts import nbytes_of
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import WAYS, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.
@@ -123,7 +125,7 @@ def test_shards_send_what_they_say(sizes: ModelSizes) -> None:
     expected = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3, "local": 2}
     expected |= {"ddp": 2, "fsdp2": 3, "ring": 2}
     sent = {
-        way: step_in(way, sizes, split_of(way, 4), Network(local=4)).sent / (0.75 * sizes.nbytes)
+        way: step_in(way, sizes, split_of(way, 4), Network(local=4)).sent / (0.75 * nbytes_of(sizes.model))
         for way in expected
     }
     # Embeddings, 8 % of the weights, are whole from the forward to the backward pass, and gathered once.

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
+from hvd_ckpt.planning.kinds import BlockRunner
 from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP
 from hvd_ckpt.planning.ranks import on_rank_0

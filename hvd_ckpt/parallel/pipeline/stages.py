@@ -124,7 +124,7 @@ class StageLayout:
 
         Args:
             chain, blocks: as of :class:`StagePlanner`.
-            plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
+            plan_of: makes a plan from choices and facts.
 
         Raises:
             BudgetError: no plan fits the budget; the message has the smallest budget that works.
@@ -135,7 +135,6 @@ class StageLayout:
         def made(within: float) -> Plan:
             pipeline, choices = planner.pipeline(within)
             return plan_of(
-                tuple(range(len(choices))),
                 choices,
                 budget=limit,
                 predicted=_cost(pipeline),
@@ -343,7 +342,7 @@ class StagePlanner:
         """The budget in bytes; None for the fastest plan."""
         if budget.kind == "min":
             return self._min()
-        limit = budget.bytes(max(self.baseline.memory), 0, device)
+        limit = budget.bytes(max(self.baseline.memory), device)
         if budget.kind == "device" and limit is not None:  # the memory in use includes the model
             limit += self._held.now
         return limit
