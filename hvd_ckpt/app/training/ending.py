@@ -21,7 +21,7 @@ import horovod.torch as hvd
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
-from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes
+from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes, raise_on_replica
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.processes.stopping import StopRequest
@@ -63,19 +63,13 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         WeightsDiffer: some differ; on every rank of every stage.
     """
-    # Each stage has a world of its own, in which its ranks compare; the other stages hear of it afterwards.
-    if current().model_parallel_size == 1:
-        check_equal_weights(model)
-        return
-    difference = None
+    difference: Exception | None = None
     try:
         check_equal_weights(model)
-    except WeightsDiffer as error:
-        where = f"pipeline stage {current().stage}" if current().stages > 1 else f"part {current().part}"
-        difference = f"{where}: {error}"
-    for text in of_all_processes(difference, "hvd_ckpt.train.weights"):
-        if text is not None:
-            raise WeightsDiffer(text)
+    except (WeightsDiffer, ValueError) as error:
+        difference = error
+    # Each stage has a world of its own, in which its ranks compare; the other stages hear of it here.
+    raise_on_replica(difference)
 
 
 class Reports:
