@@ -36,7 +36,6 @@ from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
-from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.spans import span
 
 if TYPE_CHECKING:
@@ -165,22 +164,6 @@ class Plain:
         """A context in which the model has the weights and buffers that are evaluated, the same on every rank. Collective."""
         return nullcontext()
 
-    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        """Replicated state that only this mode has. Collective.
-
-        Args:
-            logged: what the next entry of the log counts so far, of each of this rank's parts.
-        """
-        return {}
-
-    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        """The counts of the next log entry when the snapshot was written, for each of this rank's parts.
-
-        Args:
-            of_rank: whether the snapshot has this rank's own state.
-        """
-        return snapshot.per_rank["logged"] if of_rank else ()
-
     # -------------------------------------------------------------------------------- what modes override
 
     def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
@@ -253,15 +236,6 @@ class Replicas(Plain):
     def evaluated(self) -> AbstractContextManager[None]:
         self._replicas.average_buffers()
         return nullcontext()
-
-    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        rows: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
-        entries = [tuple(row) for row in rows.tolist()]
-        return {"logged": entries}
-
-    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        entries = snapshot.replicated["logged"]
-        return [entries[index] for index in self._replicas.indices]
 
     @property
     def _replicas(self) -> Any:

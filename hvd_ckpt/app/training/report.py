@@ -260,6 +260,17 @@ class Report:
         if self._line is not None:
             self._line.advance(step)
 
+    def counts(self) -> list[tuple[float, ...]]:
+        """The loss and terms that the next entry of the log counts so far, of each part of a batch on all ranks. Collective."""
+        rows = torch.tensor(self.meter.pending(), dtype=torch.float64)
+        return [tuple(row) for row in hvd.allgather(rows, name="hvd_ckpt.train.logged").tolist()]
+
+    def load_counts(self, counts: Sequence[tuple[float, float]]) -> None:
+        """Continues from :meth:`counts`; counts nothing so far if a batch had another number of parts."""
+        parts: int = self._run.mode.parts
+        if len(counts) == parts * hvd.size():
+            self.meter.load_pending(counts[parts * hvd.rank() :])
+
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
         run = self._run

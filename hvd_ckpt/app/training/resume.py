@@ -97,9 +97,6 @@ def _unicode(text: str) -> str:
     return text
 
 
-Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]
-
-
 class Progress(Strict):
     """Progress of a run.
 
@@ -130,7 +127,7 @@ class Progress(Strict):
 class _Replicated(ReplicatedState):
     """State that is the same on every rank.
 
-    ``logged``: the loss and terms of each logical replica that the next entry of the log counts so far.
+    ``logged``: the loss and terms of each part of a batch that the next entry of the log counts so far.
     """
 
     config: dict[str, Any]
@@ -139,25 +136,16 @@ class _Replicated(ReplicatedState):
     progress: Progress
     plan: Annotated[str, AfterValidator(_unicode)] | None
     samples: Positive
-    logged: list[Logged] | None = None
+    logged: list[tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]]
 
     @model_validator(mode="after")
-    def _has_entries(self) -> _Replicated:
-        number = None if self.replicas is None else self.replicas.number
-        if number is not None and len(self.logged or ()) != number:
-            raise ValueError(f"logged must be those of {number} replicas")
-        if self.config.get("replicas") != number:
+    def _has_replicas(self) -> _Replicated:
+        if self.config.get("replicas") != (None if self.replicas is None else self.replicas.number):
             raise ValueError("replicas must be the state of as many replicas as config says")
         return self
 
 
-class _PerRank(PerRankState):
-    """State of one rank."""
-
-    logged: list[Logged]
-
-
-SCHEMAS = _Replicated, _PerRank
+SCHEMAS = _Replicated, PerRankState
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -166,7 +154,7 @@ SCHEMAS = _Replicated, _PerRank
 def check_state(resumed: Snapshot) -> None:
     """Raises SnapshotError unless it holds what a run writes, by keys, types and ranges; names the first that is wrong."""
     with resumed.comparing():
-        config = check_schemas(resumed, _Replicated, _PerRank).config
+        config = check_schemas(resumed, *SCHEMAS).config
         for name in (*FIXED, *PLANNED):
             if name not in config:
                 raise Wrong(f"replicated.config has no {name}")

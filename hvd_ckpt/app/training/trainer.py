@@ -233,8 +233,8 @@ class Trainer:
         self.snapshots.lock = lock
         if snapshot is not None:
             with config_errors():
-                of_rank = self.snapshots.load(snapshot)
-                self.report.meter.load_pending(self.mode.logged_in(snapshot, of_rank))
+                self.snapshots.load(snapshot)
+                self.report.load_counts(snapshot.replicated["logged"])
         self.reports = Reports(config, self.snapshots.stop, self.report.say)
 
     # -------------------------------------------------------------------------------- the loop
@@ -341,8 +341,7 @@ class Trainer:
         return self.snapshots.commit(*self._further_state())
 
     def _further_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state in a snapshot that only a run of this trainer has, and no loop of one's own."""
-        logged = self.report.meter.pending()
+        """The state in a snapshot that only a run of this trainer has, and no loop of one's own. Collective."""
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
@@ -350,9 +349,9 @@ class Trainer:
             "progress": self.progress.model_dump(),
             "plan": self.plan_text,
             "samples": len(self.train),
-            **self.mode.state(logged),
+            "logged": self.report.counts(),
         }
-        return replicated, {"logged": logged}
+        return replicated, {}
 
     # -------------------------------------------------------------------------------- within a run
 
