@@ -102,11 +102,11 @@ def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(
 ) -> None:
     result, folder = results["dry"], text.parent / "dry"
     assert result.returncode == 0, result.stderr
-    told = dict(re.findall(r"(?m)^(model|data|step|steps|memory|ranks|folder) +(.*)", result.stderr))
+    told = dict(re.findall(r"(?m)^(model|data|step|steps|set|ranks|folder) +(.*)", result.stderr))
     assert re.fullmatch(r"gpt-tiny: [\d,]+ parameters, .*; fp32", told["model"])
     assert told["data"].startswith(f"text:{text}: ")
     assert "2 samples" in told["step"] and "64 tokens" in told["step"]
-    assert "0.5x" in told["memory"] and told["ranks"].startswith("1")
+    assert "budget 0.5x" in told["set"] and told["ranks"].startswith("1")
     assert told["folder"] == str(folder) and not folder.exists()
 
 
