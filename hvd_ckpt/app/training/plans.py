@@ -43,19 +43,17 @@ def choose_plan(trainer: Trainer, resumed: Snapshot | None) -> tuple[Plan | None
         return None, None
     file, first = trainer.folder / "plan.json", current().number == 0
     text = plan_text(config, resumed)  # of the run's earlier plan, if it is still valid
-    # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
-    if text is not None:
-        with errors_everywhere("hvd_ckpt.train.plan_file"), config_errors(OSError, about="plan"):
-            if first:
-                write_text(text, file)
-    if text is None and config.plan is None:
-        chosen = _make_plan(trainer)
-    else:
-        with errors_everywhere("hvd_ckpt.train.plan"):
-            chosen = load_plan(
-                Path(str(config.plan)) if text is None else file, trainer.model, config.precision
-            )
+    chosen: Plan | None = None
+    # One process reads the plan, whose file other hosts may lack.
+    with errors_everywhere("hvd_ckpt.train.plan_file"):
+        if first and (text is not None or config.plan is not None):
+            given = Path(str(config.plan)) if text is None else file
+            if text is not None:  # a plan is loaded from a file, which errors name
+                with config_errors(OSError, about="plan"):
+                    write_text(text, file)
+            chosen = load_plan(given, trainer.model, config.precision)
             _check_stages(chosen, config)
+    chosen = of_first_process(chosen, "hvd_ckpt.train.plan") or _make_plan(trainer)
     with errors_everywhere("hvd_ckpt.train.plan_saved"), config_errors(OSError, about="plan"):
         if first:
             chosen.save(file)

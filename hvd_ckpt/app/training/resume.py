@@ -16,7 +16,8 @@ import torch
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
+from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import STOP_FILE
@@ -52,21 +53,18 @@ class ResumePoint:
 def find_resume_point(config: Config) -> ResumePoint:
     """The run's folder and the snapshot to resume from, as rank 0 finds them. Collective: raises ConfigError on every rank if the
     folder is in use or cannot be written to, or has no snapshot to resume from."""
-    answer: ResumePoint | str = ""
-    # One process makes or reads the folder. What it finds, an error as well, is sent to the others as it is.
-    if current().number == 0:
-        try:
-            if config.resume:
-                answer = _resumed(Path(config.resume))
-            else:
-                folder = new_folder(config.output, "train", not config.dry_run, UNFINISHED)
-                answer = ResumePoint(folder)
-        except ValueError as error:
-            answer = f"resume: {error}" if config.resume else f"output: {error}"
-    answer = of_first_process(answer, "hvd_ckpt.train.folder")
-    if isinstance(answer, str):
-        raise ConfigError(answer)
-    return answer
+    point = None
+    with (
+        errors_everywhere("hvd_ckpt.train.folder"),
+        config_errors(about="resume" if config.resume else "output"),
+    ):
+        # One process makes or reads the folder. What it finds is sent to the others.
+        if current().number == 0 and config.resume:
+            point = _resumed(Path(config.resume))
+        elif current().number == 0:
+            point = ResumePoint(new_folder(config.output, "train", not config.dry_run, UNFINISHED))
+    found: ResumePoint = of_first_process(point, "hvd_ckpt.train.start")
+    return found
 
 
 def _resumed(path: Path) -> ResumePoint:
