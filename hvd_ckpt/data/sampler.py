@@ -201,6 +201,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         TypeError: ``batch_sampler`` is not a :class:`DistributedSampler`.
     """
 
+    batch_sampler: DistributedSampler
+    generator: torch.Generator
+
     def __init__(self, dataset: Any, batch_sampler: DistributedSampler, **options: Any) -> None:
         if not isinstance(batch_sampler, DistributedSampler):
             raise TypeError(
@@ -211,7 +214,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def __iter__(self) -> Any:
-        sampler: Any = self.batch_sampler
+        sampler = self.batch_sampler
         position = sampler.position
         # A generator of its own, seeded by the position: PyTorch's loader draws the
         # seeds of its workers from it, and a resumed run draws the same.
@@ -224,9 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """The state of the sampler."""
-        sampler: Any = self.batch_sampler
-        state: dict[str, int] = sampler.state_dict()
-        return state
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resumes from a position in the next iteration.
@@ -234,8 +235,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             ValueError: as in :meth:`DistributedSampler.load_state_dict`.
         """
-        sampler: Any = self.batch_sampler
-        sampler.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
 
 
 def batches_of_rank(

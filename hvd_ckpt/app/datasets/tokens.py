@@ -104,7 +104,8 @@ class Tokens:
                 if not path.is_file():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if known is None and documents is None:
-                        _check_room(path.parent, (sum(map(_size, files)) + len(files) - 1) * kind.itemsize)
+                        size = sum(file.stat().st_size for file in files) + len(files) - 1  # with separators
+                        _check_room(path.parent, size * kind.itemsize)
                     _write(path, kind, self._encode(files, known, documents))
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
@@ -158,7 +159,8 @@ def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SU
                 what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
                 raise ValueError(f"the text {what.format(source)}")
             return [source]
-        files = [path for path in visible_files(source) if path.suffix.lower() in suffixes and _is_text(path)]
+        named = [path for path in visible_files(source) if path.suffix.lower() in suffixes]
+        files = [path for path in named if path.is_file() and not path.is_symlink() and path.stat().st_size]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
     if not files:
@@ -189,10 +191,6 @@ def library_files() -> list[Path]:
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
-def _is_text(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
-
-
 def cache_folder() -> Path:
     return folders.cache_folder()[0] / "tokens"
 
@@ -201,10 +199,6 @@ def key_of(files: Sequence[Path], encoder: str) -> str:
     """The name of a cache file: a hash of the encoder and of paths, sizes and modification times of the text files."""
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _check_room(folder: Path, needed: int) -> None:

@@ -265,17 +265,17 @@ def check_functions(config: Config, parts: Assembly) -> None:
                 output = model(*batch.inputs, **batch.shared)
             with _explained(f"loss {config.loss}: it cannot take the model's output and the targets"):
                 loss = objective.loss(output, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
-                )
             with _explained("metrics: they cannot take the model's output and the targets"):
                 metrics = objective.metrics(output, batch)
-            for name, value in metrics.items():
+            returned = {
+                f"loss {config.loss}: it": loss,
+                **{f"metrics: {name}": each for name, each in metrics.items()},
+            }
+            for what, value in returned.items():
                 if not isinstance(value, Tensor) or value.numel() != 1:
+                    said = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
                     raise ValueError(
-                        f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"
+                        f"{what} returned {said}, and must return a tensor of one element, the mean over the samples"
                     )
         finally:
             model.train()

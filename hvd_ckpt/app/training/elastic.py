@@ -81,17 +81,17 @@ def train(config: Config) -> Outcome:
         ConfigError: raised on every rank.
         RuntimeError: Horovod could not start again.
     """
+
     # What Horovod does around _train(), on old and new ranks:
     #
     #     before each call                              state.sync(): all ranks get the state of rank 0, unless ranks only left
     #     a collective fails, since a rank has died     state.restore(): back to the last commit; then the next line
-    #     hosts were added or removed, at a commit      _restart() and state.reset(); then the first line again
-    return run_fn(_train, lambda: _restart(config))(RunState(), config)
+    #     hosts were added or removed, at a commit      restart() and state.reset(); then the first line again
+    def restart() -> None:
+        hvd.shutdown()
+        runtime.init(stall_timeout=config.stall_timeout)
 
-
-def _restart(config: Config) -> None:
-    hvd.shutdown()
-    runtime.init(stall_timeout=config.stall_timeout)
+    return run_fn(_train, restart)(RunState(), config)
 
 
 def _train(state: RunState, config: Config) -> Outcome:
