@@ -24,7 +24,6 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.state import state_after_a_step
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.plain_data import write_text
-from hvd_ckpt.utils.text import show_bytes
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.training.trainer import Trainer
@@ -180,11 +179,3 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
             f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
         )
     return loaded
-
-
-def planned_peak(plan: Plan | None) -> str | None:
-    """The measured peak that a plan's budget limits, in words; None without a plan."""
-    if plan is None or plan.measured is None:
-        return None
-    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
-    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"

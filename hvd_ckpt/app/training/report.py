@@ -127,17 +127,10 @@ class ProgressLines(Heartbeat):
 
     Args:
         start: steps taken before a resume.
-        peak: measured peak of a step, in words, shown in place of the process's.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        start: int = 0,
-        peak: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._steps, self._step, self._first, self._peak = steps, start, start, peak
+    def __init__(self, steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._step, self._first = steps, start, start
         self._clock, self._since = clock, clock()
         super().__init__(lambda: self.show({}))
 
@@ -171,7 +164,7 @@ class ProgressLines(Heartbeat):
         if "lr" in record:
             parts.append(f"lr {record['lr']:.3g}")
         if "memory" in record:
-            parts.append(self._peak or f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
+            parts.append(f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
         parts += [
             f"{name} {value:.5g}"
             for name, value in record.items()

@@ -28,7 +28,7 @@ from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
 from hvd_ckpt.app.training.modes import Parts, distribute, mode_of
 from hvd_ckpt.app.training.optim import Schedule, freeze, optimizer_of
-from hvd_ckpt.app.training.plans import choose_plan, planned_peak
+from hvd_ckpt.app.training.plans import choose_plan
 from hvd_ckpt.app.training.report import ProgressLines, Report, StepTrace
 from hvd_ckpt.app.training.resume import SCHEMAS, Progress, ResumePoint, find_resume_point, read_snapshot
 from hvd_ckpt.app.training.summary import print_summary
@@ -216,8 +216,7 @@ class Trainer:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
         config, taken = self.config, self.progress.step
         seed_all(seed_of_rank(config.seed, taken))
-        shows = current().number == 0
-        line = ProgressLines(self.steps, taken, planned_peak(self.plan)) if shows else None
+        line = ProgressLines(self.steps, taken) if current().number == 0 else None
         self.report = Report(self, line, self._callbacks)
         self.trace = StepTrace(config.profile, self.folder, self.report)
         self.snapshots = Snapshots(
