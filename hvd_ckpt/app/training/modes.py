@@ -67,20 +67,11 @@ def distribute(config: Config, model: nn.Module, optimizer: Optimizer, aliases: 
     # Each stage has a world of its own, in which an error is raised on all; the other stages must hear of it, too.
     with errors_everywhere("hvd_ckpt.train.distribute"), config_errors(OSError, about=about):
         if local is not None:
-            momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
-            return LocalSGD(
-                optimizer,
-                list(model.named_parameters()),
-                every=local.every,
-                outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
-                fragments=local.fragments,
-                delay=local.delay,
-                wire=local.wire,
-                within=local.within,
-                shard=shard,
-                model=model,
-                elastic=True,
-            )
+            options = dict(local)
+            rate, momentum = options.pop("outer_lr"), options.pop("outer_momentum")
+            options["outer"] = None if rate is None else Nesterov(rate, momentum or 0.9)
+            named = list(model.named_parameters())
+            return LocalSGD(optimizer, named, shard=shard, model=model, elastic=True, **options)
         if given.stage:
             options["shard"] = shard
             options["backward_passes_per_step"] = config.accumulate if given.accumulate_locally else 1

@@ -79,17 +79,14 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
 def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
-    sizes = current().size, config.global_batch(hvd.size())
-    sizes_before = resumed.manifest.ranks, then.global_batch(resumed.manifest.replicas)
-    changes = []
-    if sizes != sizes_before:
-        (ranks, samples), (ranks_before, samples_before) = sizes, sizes_before
-        changes.append(
-            f"{ranks} rank{'s' * (ranks > 1)}, {samples:,} samples a step "
-            f"(was {ranks_before} rank{'s' * (ranks_before > 1)}, {samples_before:,})"
+    now, before = (
+        {"ranks": ranks, "samples of a step": settings.global_batch(replicas), **settings.as_dict()}
+        for settings, ranks, replicas in (
+            (config, current().size, hvd.size()),
+            (then, resumed.manifest.ranks, resumed.manifest.replicas),
         )
-    now, before = config.as_dict(), then.as_dict()
-    return changes + [
+    )
+    return [
         f"{name} {now[name]} (was {before[name]})"
         for name in now
         if now[name] != before[name] and name not in OF_A_START
