@@ -328,20 +328,17 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         """The step is over; after the last of the trace it is written."""
         if self._profiler is not None and step + 1 not in self._steps:
             with self._report.meter.excluded():
-                self._write()
+                self.__exit__()
 
-    def _write(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
-        if self._profiler is None:
-            return
         # Forgotten first: an error while it is written must not write it again at the end of the run.
         profiler, self._profiler, self._steps = self._profiler, None, range(0)
+        if profiler is None:
+            return
         profiler.stop()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:
             self._report.say(f"Warning: the trace '{self._file}' is not written: {error}")
-
-    def __exit__(self, *_: object) -> None:
-        self._write()
