@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.parallel.pipeline.chain import Chain
@@ -33,21 +33,16 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
-    try:
-        if config.device is not None:
-            device = device_named(config.device)
-            if device.type == "cpu":
-                return device
-            if not has_gpu_operations():
-                raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-            if device.index is not None:
-                torch.cuda.set_device(device)
-                return device
-        return local_device()
-    except RuntimeError as error:
-        raise ConfigError(f"device '{config.device or 'cuda'}': {error}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    with config_errors(RuntimeError):
+        device = None if config.device is None else device_named(config.device)
+        if device is None or device.type == "cpu":
+            return device or local_device()
+        if not has_gpu_operations():
+            raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+        if device.index is None:
+            return local_device()
+        torch.cuda.set_device(device)
+        return device
 
 
 # ------------------------------------------------------------------------------------ batch norm and recomputation
