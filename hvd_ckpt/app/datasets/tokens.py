@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sysconfig
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from hvd_ckpt.utils import folders
+from hvd_ckpt.utils.plain_data import write_bytes
 from hvd_ckpt.utils.text import one_line
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ class Tokens:
                     if known is None and documents is None:
                         size = sum(file.stat().st_size for file in files) + len(files) - 1  # with separators
                         _check_room(path.parent, size * kind.itemsize)
-                    _write(path, kind, self._encode(files, known, documents))
+                    arrays = self._encode(files, known, documents)
+                    # Several processes may write it at once.
+                    write_bytes((numpy.ascontiguousarray(array, kind).data for array in arrays), path)
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
             # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
@@ -208,21 +210,6 @@ def _check_room(folder: Path, needed: int) -> None:
         raise ValueError(
             f"the tokens of the text take {needed:,} bytes in '{folder}', where {free:,} are free: make room, or give less text"
         )
-
-
-def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]]) -> None:
-    """Writes a file that gets its name when it is complete, so that several processes may write it at once."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
-        try:
-            for array in arrays:
-                file.write(numpy.ascontiguousarray(array, dtype).data)
-            file.flush()
-            # Before the rename: else a power failure could leave a part of the text under this name.
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
