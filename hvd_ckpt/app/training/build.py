@@ -203,22 +203,19 @@ def first_step(config: Config, device: torch.device) -> tuple[nn.Module, Callabl
         ConfigError: as of :func:`assemble`, or the function returns something else, or ``freeze`` or
             ``batch_norm`` do not fit the model.
     """
-    named = is_named(config.model) and config.data is None
-    model, sample = (_returned if named else _assembled)(config, device)
+    if is_named(config.model) and config.data is None:
+        model, sample = _returned(config, device)
+    else:
+        whole, objective, train, _ = assemble(config, device)
+
+        def of_run(count: int) -> Sample:
+            return sample_of(train, [number % len(train) for number in range(count)], objective, device)
+
+        model, sample = whole.to(device), of_run
     with config_errors():
         if config.freeze is not None:
             freeze(model, config.freeze)
         return convert_batch_norms(model, config), sample
-
-
-def _assembled(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
-    parts = assemble(config, device)
-
-    def sample(count: int) -> Sample:
-        numbers = [number % len(parts.train) for number in range(count)]
-        return sample_of(parts.train, numbers, parts.objective, device)
-
-    return parts.model.to(device), sample
 
 
 def _returned(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
