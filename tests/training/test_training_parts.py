@@ -249,7 +249,7 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
 
 
 RECORD = {
-    "step": 20, "kind": "train", "loss": 2.34567, "lr": 3e-4, "rate": 12_345.0, "unit": "tokens", "memory": 3 << 29,
+    "step": 20, "kind": "train", "loss": 2.34567, "rate": 12_345.0, "lr": 3e-4, "unit": "tokens", "memory": 3 << 29,
     "memory_of": "resident set", "seconds": 10.0, "clipped": 0.25,
 }  # fmt: skip
 

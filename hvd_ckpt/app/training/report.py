@@ -157,21 +157,15 @@ class ProgressLines(Heartbeat):
         parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
         if record.get("kind") == "eval":
             parts.append("evaluation")
-        if "loss" in record:
-            parts.append(f"loss {record['loss']:.5g}")
-        if "rate" in record:
-            parts.append(quantity(record["rate"], f"{record['unit']}/s"))
-        if "lr" in record:
-            parts.append(f"lr {record['lr']:.3g}")
-        if "memory" in record:
-            parts.append(f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
-        parts += [
-            f"{name} {value:.5g}"
-            for name, value in record.items()
-            if name not in KEYS and isinstance(value, (int, float))
-        ]
-        if "samples" in record:
-            parts.append(f"over {record['samples']} samples")
+        for name, value in record.items():
+            if name == "rate":
+                parts.append(quantity(value, f"{record['unit']}/s"))
+            elif name == "memory":
+                parts.append(f"peak {show_bytes(value)} ({record['memory_of']})")
+            elif name == "samples":
+                parts.append(f"over {value} samples")
+            elif name in ("loss", "lr") or (name not in KEYS and isinstance(value, (int, float))):
+                parts.append(f"{name} {value:.5g}")
         if record.get("kind") != "eval":
             taken, seconds = self._step - self._first, self._clock() - self._since
             left = seconds / taken * (self._steps - self._step) if taken else math.nan
@@ -271,7 +265,7 @@ class Report:
         memory, kind = peak_memory(run.device)
         units = {"unit": run.objective.unit, "memory": memory, "memory_of": kind}
         local = {} if run.config.local is None else {"divergence": run.optimizer.divergence}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **local})
+        self._write({"step": step, "kind": "train", **reading, "lr": lr, **units, **local})
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the result of an evaluation."""
