@@ -56,16 +56,16 @@ class Meter:
         """Time counts from now on."""
         self._since = self._clock()
 
-    def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
-        """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
-        # The loss of a part without terms may be nan, and does not count.
-        if weight:
-            term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
-            self._losses[part] = self._losses[part] + term
-        self._weights[part] += weight
+    def add(self, parts: Sequence[tuple[Tensor | float, float]], units: float) -> None:
+        """Counts a step: of each part the loss and the number of terms that it is a mean of; and units (tokens, images, ...)."""
+        for part, (loss, weight) in enumerate(parts):
+            # The loss of a part without terms may be nan, and does not count.
+            if weight:
+                term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
+                self._losses[part] = self._losses[part] + term
+            self._weights[part] += weight
         self._units += units
-        # Each step has a loss of every part, and counts once.
-        self._steps += part == 0
+        self._steps += 1
 
     def pending(self) -> list[tuple[float, float]]:
         """Of each part the sum of the loss over all terms since the last reading, and the number of terms; a snapshot holds it."""
@@ -242,8 +242,7 @@ class Report:
 
     def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
         """Counts a step of this rank, of each of its parts."""
-        for part, (loss, weight) in enumerate(accumulated):
-            self.meter.add(loss, weight, units if part == 0 else 0, part)
+        self.meter.add(accumulated, units)
         if self._line is not None:
             self._line.advance(step)
 
