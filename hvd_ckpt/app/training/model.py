@@ -15,7 +15,7 @@ from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
 from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
+from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
@@ -57,8 +57,6 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     Raises:
         ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments.
     """
-    if config.verify.recomputation is not None:
-        verify_recomputation(config.verify.recomputation)
     _check_grid(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.

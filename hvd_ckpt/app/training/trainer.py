@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hvd_ckpt.app.training.build import Assembly, check_functions
 from hvd_ckpt.app.training.callbacks import callbacks_of
 from hvd_ckpt.app.training.config import Config, config_errors
-from hvd_ckpt.app.training.ending import Reports, check_weights, errors_everywhere
+from hvd_ckpt.app.training.ending import Reports, errors_everywhere
 from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
@@ -37,6 +37,7 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
 from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.distributed.verification import verify
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.processes.devices import use_deterministic_kernels
@@ -44,7 +45,6 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.processes.stopping import forget_file
 from hvd_ckpt.reduction.broadcast import broadcast_parameters
-from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
@@ -141,8 +141,8 @@ class Trainer:
         with errors_everywhere("hvd_ckpt.train.settings"):
             if config.deterministic:
                 use_deterministic_kernels()
-            if not config.verify.weights:
-                verify_weights(False)
+            weights = None if config.verify.weights else False
+            verify(recomputation=config.verify.recomputation, weights=weights)
             self.device = device_of(config)
             with config_errors(RuntimeError):
                 self.precision = Precision(config.precision, self.device.type)
@@ -362,7 +362,7 @@ class Trainer:
             self.report.log(progress.step, self.schedule.rate(progress.step - 1))
             self.reports.handle_waiting()
         if _due(config.verify.every, progress.step):
-            check_weights(self.model)
+            verify(self.model)
         evaluation_due = _due(config.eval_every, progress.step)
         if self.test is not None and (last or evaluation_due):
             # A stop must not take long. The run that resumes evaluates first, and counts the result for patience as this one would.
