@@ -199,7 +199,7 @@ def resume(resumed: Snapshot) -> None:
     progress = Progress(**resumed.replicated["progress"])
     assert 4 / resumed.replicated["ranks"] > 0
     text = plan_text(config, resumed)
-    assert text is None or isinstance(text.encode("utf-8"), bytes)
+    assert text is None or isinstance(text, str)  # which is read as a plan
     assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
     for loss, weight in resumed.replicated["logged"]:
         assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import horovod.torch as hvd
 import torch
-from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
+from pydantic import AllowInfNan, ConfigDict, Field, model_validator
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
@@ -87,14 +87,6 @@ def _resumed(path: Path) -> ResumePoint:
 # ------------------------------------------------------------------------------------ state of a run
 
 
-def _unicode(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("it has characters that are not Unicode") from None
-    return text
-
-
 class Progress(Strict):
     """Progress of a run.
 
@@ -132,7 +124,7 @@ class _Replicated(ReplicatedState):
     steps: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     progress: Progress
-    plan: Annotated[str, AfterValidator(_unicode)] | None
+    plan: str | None
     samples: Positive
     logged: list[tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]]
 
