@@ -8,8 +8,9 @@ The position in the data is one integer, the number of samples consumed, from wh
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -265,7 +266,9 @@ def batches_of_rank(
         position: number of samples that all ranks together have consumed before.
         parts: number of consecutive parts of each global batch that a rank has: its logical replicas, or 1.
     """
-    own, count, length = range(rank * parts, (rank + 1) * parts), batch * size * parts, sampler.length
+    own, count = range(rank * parts, (rank + 1) * parts), batch * size * parts
+    end = sys.maxsize if sampler.length is None else sampler.length
+    starts = range(position, end, count)
 
     def make(position: int, part: int) -> tuple[Batch, int]:
         indices, epochs = sampler.part(position, count, part, size * parts)
@@ -274,19 +277,16 @@ def batches_of_rank(
             indices, epochs = sampler.part(position, 1, 0, 1)
         return dataset.batch(indices, epochs), samples
 
-    def starts() -> Iterable[int]:
-        return itertools.count(position, count) if length is None else range(position, length, count)
-
     # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
     thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
     try:
-        requests = (thread.submit(make, start, part) for start in starts() for part in own)
+        requests = (thread.submit(make, start, part) for start in starts for part in own)
         requested = deque(itertools.islice(requests, PREFETCHED))
-        for start in starts():
+        for start in starts:
             made = []
             for _ in own:
                 made.append(requested.popleft().result())
                 requested.extend(itertools.islice(requests, 1))
-            yield made, start + count if length is None else min(start + count, length)
+            yield made, min(start + count, end)
     finally:
         thread.shutdown(cancel_futures=True)

@@ -83,7 +83,9 @@ class Tokens:
         documents: str | None = None,
     ) -> None:
         suffixes = JSON_LINES if documents == "jsonl" else SUFFIXES
-        files = library_files() if text is None else find_text_files(text, suffixes)
+        # By default the modules of the standard library, a text that every machine has.
+        library = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
+        files = sorted(library) if text is None else find_text_files(text, suffixes)
         encoder, known = "bytes", None
         kind: numpy.dtype[Any]
         self.ordinary = BYTES
@@ -186,11 +188,6 @@ def visible_files(folder: Path) -> list[Path]:
         below[:] = [name for name in below if not name.startswith(".")]
         files += [Path(parent, name) for name in inside if not name.startswith(".")]
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
-
-
-def library_files() -> list[Path]:
-    """The modules of the Python standard library, a text that every machine has."""
-    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def cache_folder() -> Path:

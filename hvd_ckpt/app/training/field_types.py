@@ -67,10 +67,6 @@ def _groups(value: Any) -> Any:
     raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
 
 
-def _by_name(given: Any) -> Any:
-    return {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else given
-
-
 def is_text(annotation: Any) -> bool:
     """Whether a text of a field of this type is its value as it is, and not to be parsed."""
     whole = isinstance(annotation, type) and issubclass(annotation, str | WithOptions)
@@ -83,8 +79,10 @@ class WithOptions(Strict):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: Any) -> Any:
-        if isinstance(given, (cls, Mapping)):
-            return _by_name(given)
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            return {str(name): value for name, value in given.items()}
         if not isinstance(given, str):
             return {next(iter(cls.model_fields)): given}
         values: dict[str, Any] = {}
