@@ -97,6 +97,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
         "plan": '{"format": "hvd_ckpt plan"}\n',
         "samples": SAMPLES,
+        "logged": [(3.5, 2.0)],
         "threads": 2,
         "device": "cpu",
         "replicas": None,
@@ -115,7 +116,6 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "random": random_state(),
         "reduction": reduction,
         "optimizer": {"state": state, "others": {}, "more": {}},
-        "logged": [(3.5, 2.0)],
         "local": None,
     }
     return replicated, per_rank, model.state_dict(), ranges

@@ -76,7 +76,7 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     buffers = [dict(each.model.named_buffers()) for each in (trainer, other)]
     for ours, theirs in (ranges, buffers, (one.per_rank, that.per_rank)):
         assert_same(ours, theirs)
-    for name in ("options", "scaler", "progress", "mid_period"):
+    for name in ("options", "scaler", "progress", "mid_period", "logged"):
         assert_same(one.replicated[name], that.replicated[name], place=name)
 
 

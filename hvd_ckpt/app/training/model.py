@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.parallel.pipeline.chain import Chain
@@ -15,7 +15,7 @@ from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
 from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
+from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 from hvd_ckpt.utils.torch_private import AnyBatchNorm
@@ -32,21 +32,16 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
-    try:
-        if config.device is not None:
-            device = device_named(config.device)
-            if device.type == "cpu":
-                return device
-            if not has_gpu_operations():
-                raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-            if device.index is not None:
-                torch.cuda.set_device(device)
-                return device
-        return local_device()
-    except RuntimeError as error:
-        raise ConfigError(f"device '{config.device or 'cuda'}': {error}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    with config_errors(RuntimeError):
+        device = None if config.device is None else device_named(config.device)
+        if device is None or device.type == "cpu":
+            return device or local_device()
+        if not has_gpu_operations():
+            raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+        if device.index is None:
+            return local_device()
+        torch.cuda.set_device(device)
+        return device
 
 
 # ------------------------------------------------------------------------------------ batch norm and recomputation
@@ -61,8 +56,6 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     Raises:
         ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments.
     """
-    if config.verify.recomputation is not None:
-        verify_recomputation(config.verify.recomputation)
     _check_grid(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
