@@ -66,7 +66,7 @@ class Bench:
             "horovod/torch/__init__.py": "",
         }
         for name, old, _ in recipe.PATCHES:
-            files[name] = files.get(name, "") + f"# {old}\n"
+            files[name] = files.get(name, "") + (f'"""{old}"""\n' if name == "setup.py" else old)
         path = self.folder / "sdist.tar.gz"
         with tarfile.open(path, "w:gz") as archive:
             for name, text in files.items():
@@ -303,6 +303,9 @@ def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Pa
         ["readelf", "-d", str(extension)], capture_output=True, text=True, check=True
     ).stdout
     (path,) = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", dynamic)
-    assert path.split(":") == list(recipe.RPATH)
+    (patched,) = re.findall(
+        r"^\+set\(CMAKE_INSTALL_RPATH (.*)\)$", recipe.SOURCE_PATCH.read_text(), re.MULTILINE
+    )
+    assert path.split(":") == [entry.strip('"\\') for entry in patched.split()]
     assert all(entry.startswith("$ORIGIN/") for entry in path.split(":"))
     assert not re.findall(r"\(NEEDED\).*\[/", dynamic)
