@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from pydantic import Field
 
 from benchmarks.suites.local import local
+from benchmarks.suites.offload import offload
 from benchmarks.suites.pipeline import pipeline
 from benchmarks.suites.recompute import recompute
 from benchmarks.suites.reduce import reduce
@@ -177,7 +178,7 @@ def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, su
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str) -> None:
-    suites = (recompute, pipeline, reduce, local, scale_on_hosts)
+    suites = (recompute, pipeline, reduce, local, offload, scale_on_hosts)
     sizes = ChainMap(*(dict(suite.quick_sizes or suite.sizes) for suite in suites))
     trained = workload(name, sizes[name])
     torch.manual_seed(0)
