@@ -167,7 +167,7 @@ WORKLOADS: dict[str, RandomBatch] = {
     "gpt-recomputed": RandomBatch(
         f"{_MODELS}.gpt:gpt", _continued, {**_TRANSFORMER, "checkpoint_interval": 1}
     ),
-    "bert": RandomBatch(f"{_MODELS}.bert:bert", _masked, _BERT),
+    "bert": RandomBatch(f"{_MODELS}.transformer:bert", _masked, _BERT),
     "densenet": RandomBatch(f"{_MODELS}.densenet:densenet", _images, {"batch": 4, "depth": 100, **_IMAGES}),
     "resnet": RandomBatch(f"{_MODELS}.resnet:resnet", _images, {"batch": 32, "depth": 56, **_IMAGES}),
     "lstm": RandomBatch(f"{_MODELS}.lstm:lstm_language_model", _continued, _LSTM),

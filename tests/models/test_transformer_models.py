@@ -18,9 +18,8 @@ from hvd_ckpt.planning.blocks import find_blocks
 
 pytest.importorskip("transformers")
 
-from hvd_ckpt.app.models.bert import bert, roberta
-from hvd_ckpt.app.models.gpt2 import gpt2
 from hvd_ckpt.app.models.hugging_face import from_folder, kind_of_folder
+from hvd_ckpt.app.models.transformer import bert, gpt2, roberta
 from hvd_ckpt.app.models.xlnet import XLNetChain, xlnet
 
 VOCABULARY, BATCH, LENGTH = 50, 3, 12

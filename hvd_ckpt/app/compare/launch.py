@@ -35,7 +35,7 @@ from hvd_ckpt.processes.rendezvous import rank_variables
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 IMPORTED = [
-    *("hvd_ckpt.app.compare.worker", "hvd_ckpt.app.models.bert", "hvd_ckpt.app.models.densenet"),
+    *("hvd_ckpt.app.compare.worker", "hvd_ckpt.app.models.transformer", "hvd_ckpt.app.models.densenet"),
     *("sklearn.datasets", "hvd_ckpt", "horovod.torch"),
 ]
 """Modules that ranks need, where they are installed; a rank that misses one says so itself."""

@@ -276,10 +276,10 @@ def _entries() -> dict[str, Entry]:
     entries = [
         Entry(f"{family}-{size}", kind, function, preset=options, data={"length": length})
         for family, kind, function, sizes in (
-            ("bert", "masked", "bert.bert", _ENCODERS),
-            ("roberta", "masked", "bert.roberta", _ENCODERS),
+            ("bert", "masked", "transformer.bert", _ENCODERS),
+            ("roberta", "masked", "transformer.roberta", _ENCODERS),
             ("xlnet", "permutation", "xlnet.xlnet", _ENCODERS),
-            ("gpt2", "causal", "gpt2.gpt2", _GPT2),
+            ("gpt2", "causal", "transformer.gpt2", _GPT2),
             ("gpt", "causal", "gpt.gpt", _GPT),
             ("lstm", "causal", "lstm.lstm_language_model", _LSTM),
         )
