@@ -65,8 +65,6 @@ def test_an_unknown_command_is_named_and_one_that_cannot_be_loaded_sends_to_the_
 ) -> None:
     result = CliRunner().invoke(cli.main, ["divine"])
     assert result.exit_code == 2 and "'divine'" in result.output
-    result = CliRunner().invoke(cli.main, ["bench"])
-    assert result.exit_code == 2 and "'bench': run `python -m benchmarks` in a clone" in result.output
     monkeypatch.setitem(cli.COMMANDS, "absent", ("no_such_module", "Not there."))
     result = CliRunner().invoke(cli.main, ["absent"])
     assert result.exit_code == 1
