@@ -1,4 +1,4 @@
-"""A suite as data: its command, its jobs in alternating order, its table and its picture follow from it."""
+"""A suite as data: its command, its jobs in alternating order and its table follow from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from pydantic import BeforeValidator, Field, create_model
 
 from benchmarks.case import Case, MeasuredJob, Row
-from benchmarks.pictures import Lines, draw_bars
+from benchmarks.pictures import Lines
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
@@ -97,7 +97,7 @@ class Suite:
         measure: ``module:function`` that the ranks call instead of :class:`benchmarks.worker.Bench`, and what is called here unless
             it is ``launched``. It takes the job and a case, or where cases are ``together`` the job. Its engines and workloads are
             words of its own.
-        lines: a picture in place of bars.
+        lines: a picture, if there is one.
     """
 
     engines: Sequence[str]
@@ -303,7 +303,6 @@ class Suite:
             return Column(name if varies else "", lambda row: row.case.condition[name], key=name)
 
         conditions = [condition(name) for name in ("workload", "np", "controller", *self.axes)]
-        shown = [column for column in conditions if column.title]
         timed = any(row.seconds for row in rows)
         ms = Column("step ms", lambda row: row.step, _in_ms, key="step_seconds", missing="failed")
         against = {
@@ -330,18 +329,15 @@ class Suite:
             notes += dict.fromkeys(NOTES[column] for column in self.columns if column in NOTES)
         else:
             facts |= {f"sizes of {row.case.workload}": row.case.sizes or None for row in rows}
-        peak = "step_bytes" if "step_peak" in self.columns else "peak_bytes"
         return run.report(
             title,
-            [table_of(columns, rows, folded=len(shown))],
+            [table_of(columns, rows, folded=sum(bool(column.title) for column in conditions))],
             results_of(columns, rows),
             facts,
             notes=notes,
             remarks=remarks,
             success=all(not row.failure and self.sound(row, rows) for row in rows),
-            draw=lambda folder: (
-                self.lines.draw(folder, rows) if self.lines else draw_bars(folder, rows, shown, peak)
-            ),
+            draw=functools.partial(self.lines.draw, rows=rows) if self.lines else None,
         )
 
 
