@@ -94,7 +94,7 @@ class OneLevel(Network):
 
 
 def step_in(way: str, sizes: ModelSizes, layout: TrainingLayout, network: Network) -> Sending:
-    """A step in one of the ways of :data:`hvd_ckpt.prediction.training_layout.WAYS`."""
+    """A step in one of the ways of :data:`benchmarks.suites.scale.WAYS`."""
     shard = SHARDED.get(way, way if way in STAGES else "none")
     layout = dataclasses.replace(layout, shard=shard, every=layout.every if way == "local" else 0)
     kind = Rings if way in SHARDED else Replicas if way == "replicas" else Sending

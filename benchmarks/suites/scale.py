@@ -14,8 +14,24 @@ from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Suite
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.report import in_mib
-from hvd_ckpt.prediction.training_layout import BASELINES, WAYS, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
+WAYS = {
+    "none": 'shard="none"',
+    "optimizer": 'shard="optimizer"',
+    "gradients": 'shard="gradients"',
+    "parameters": 'shard="parameters"',
+    "replicas": "replicas=",
+    "local": "local SGD",
+    "stages": "stages=",
+    "tensor": "tensor=",
+    "ddp": "PyTorch DDP",
+    "fsdp2": "PyTorch FSDP2",
+    "ring": "ring reduce-scatter",
+}
+"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
+Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
+BASELINES = ("ddp", "fsdp2", "ring")
 SIZES: dict[str, Any] = {
     "batch": 1,  # sequences of a rank in a step
     "vocabulary": 50257,

@@ -8,11 +8,12 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.suites.scale import WAYS
 from benchmarks.ways import OneLevel, Rings, Sending, efficiency, step_in
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import WAYS, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.
