@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hvd_ckpt.app.install.cuda import GpuOperations, arrange_toolkit, choose_gpu_operations, find_nccl
 from hvd_ckpt.app.install.prerequisites import BuildError
+from hvd_ckpt.utils.machine import machine_memory
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -178,8 +179,7 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
         (tools / "mpiexec").symlink_to(launcher)  # CMake looks for the wrappers beside it
     # A compiler for each CPU of this process, with 3 GiB of memory each.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    jobs = max(1, min(cpus, memory // (3 * 2**30)))
+    jobs = max(1, min(cpus, machine_memory()[0] // (3 * 2**30)))
     environment.update(FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(jobs))
     if target.gpu.home is not None:
         cuda = str(arrange_toolkit(Path(target.gpu.home), folder / "cuda"))
