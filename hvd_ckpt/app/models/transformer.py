@@ -54,7 +54,8 @@ class TransformerChain(WrappedChain):
     ``chain(tokens, attention_mask)`` returns the same bits as ``model(tokens, attention_mask=attention_mask).logits``.
 
     Raises:
-        ValueError: the model is a decoder with the layers of an encoder, or has cross-attention.
+        ValueError: the model is a decoder with the layers of an encoder, or has cross-attention, or is a RoBERTa without a token
+            for padding.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint_interval: int = 0) -> None:
@@ -67,6 +68,10 @@ class TransformerChain(WrappedChain):
         else:
             self._check(model, "is_decoder", "encoders")
             embeddings = EncoderEmbeddingsBlock(body.embeddings)
+            if isinstance(model, RobertaForMaskedLM) and model.config.pad_token_id is None:
+                raise ValueError(
+                    "The configuration has no pad_token_id, behind which RoBERTa's positions begin."
+                )
             layers, name = body.encoder.layer, "encoder"
             head = model.cls if isinstance(model, BertForMaskedLM) else model.lm_head
         blocks: OrderedDict[str, nn.Module] = OrderedDict(embeddings=embeddings)
