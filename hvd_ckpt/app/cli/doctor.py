@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from hvd_ckpt.app.install.build_horovod import failure_of_last_build, missing_prerequisites
+from hvd_ckpt.app.install.build_horovod import missing_prerequisites
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS, ProbeResult, horovod_build, probe
 from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line, installed_version
-from hvd_ckpt.utils.folders import cache_folder, make_writable
+from hvd_ckpt.utils.folders import make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
@@ -172,16 +172,14 @@ def _of_horovod(torch: Facts, horovod: Facts, timeout: float) -> Iterator[Findin
 
 
 def _of_build() -> Iterator[Finding]:
-    """Why Horovod could not be built here."""
+    """What a build of Horovod lacks here."""
     try:
+        detect_target()
         missing = missing_prerequisites()
-        failed = failure_of_last_build(cache_folder()[0], detect_target())
     except (BuildError, OSError) as error:
-        missing, failed = [first_line(error)], None
+        missing = [first_line(error)]
     for text in missing:
         yield Finding("  its build", text, "!", f"the build of Horovod lacks something: {text}")
-    if failed is not None:
-        yield Finding("  its build", failed, "!", f"the last build of Horovod failed: {failed}")
 
 
 def _of_mpi() -> Iterator[Finding]:
