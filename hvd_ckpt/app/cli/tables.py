@@ -40,11 +40,13 @@ class Table:
             collapse_padding=True,
         )
         for number, name in enumerate(self.columns):
-            if self.words is not None:
-                words = name in self.words
-            else:  # numbers may have quartiles, or stand in parentheses
-                words = not any(row[number].lstrip("(-")[:1].isdigit() for row in self.rows)
-            table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+            # Numbers may have quartiles, or stand in parentheses.
+            words = not any(row[number].lstrip("(-")[:1].isdigit() for row in self.rows if number < len(row))
+            words = words if self.words is None else name in self.words
+            if words:
+                table.add_column(name, overflow="fold")
+            else:  # of a number that is cut, an ellipsis tells
+                table.add_column(name, justify="right", no_wrap=True)
         before: tuple[str, ...] = ()
         for row in self.rows:
             same = 0
