@@ -99,7 +99,9 @@ def test_the_table_says_the_same(healthy: list[Finding], capsys: pytest.CaptureF
     assert "problem" not in shown
 
 
-def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_says_what_gpus_pytorch_is_for_and_what_carries_tensors_between_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = doctor.torch_facts()
     on_gpus = here | {"cuda_available": True, "nccl": "2.29.7", "nccl_groups": True}
     cases = (
@@ -111,6 +113,9 @@ def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.
         monkeypatch.setenv("HVD_CKPT_LINK", link)
         found = {finding.what: finding.found for finding in doctor.of_torch(facts)}
         assert text in found["stages and parts"]
+    on_rocm = here | {"cuda_built": None, "rocm_built": "6.4", "cuda_available": True, "devices": ["AMD"]}
+    found = {finding.what: finding.found for finding in doctor.of_torch(on_rocm)}
+    assert found["CUDA"] == "built for ROCm 6.4, AMD"
 
 
 def test_a_driver_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def torch_facts() -> Facts:
     facts: Facts = {
         "version": torch.__version__,
         "cuda_built": cuda,
+        "rocm_built": torch.version.hip,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cuda_available": available,
         "devices": names,
@@ -112,11 +113,8 @@ def of_torch(torch: Facts) -> Iterator[Finding]:
     unsupported = torch.get("unsupported", "")
     yield Finding("PyTorch", torch["version"], "!" if unsupported else "ok", unsupported)
     devices = ", ".join(torch["devices"]) or "no device"
-    cuda = (
-        f"built for {torch['cuda_built']}, {devices}"
-        if torch["cuda_built"]
-        else "PyTorch is built for the CPU"
-    )
+    built = torch["cuda_built"] or (torch["rocm_built"] and f"ROCm {torch['rocm_built']}")
+    cuda = f"built for {built}, {devices}" if built else "PyTorch is built for the CPU"
     yield Finding("CUDA", cuda, "ok" if torch["cuda_available"] else "-")
     # What carries tensors between pipeline stages and between parts of a layer.
     hosts = "tensors on CPUs over MPI, or shared memory and Gloo"
