@@ -18,16 +18,11 @@ from pydantic import BeforeValidator, Field, create_model
 
 from benchmarks.case import Case, MeasuredJob, Row
 from benchmarks.pictures import Lines
+from benchmarks.quartiles import Quartiles
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import (
-    Column,
-    Report,
-    device_name,
-    results_of,
-    table_of,
-)
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
 from hvd_ckpt.app.compare.runner.settings import (
     CONTROLLERS,
     OF_DEVICE,
@@ -39,7 +34,7 @@ from hvd_ckpt.app.compare.runner.settings import (
     names_of,
     numbers_of,
 )
-from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating
+from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.utils.named import import_named
 from hvd_ckpt.utils.plain_data import parsed
@@ -286,6 +281,8 @@ class Suite:
         self, run: BenchRun, settings: Any, title: str, rows: Sequence[Row], remarks: list[str]
     ) -> Report:
         """The report of all rows so far."""
+        import torch
+
         from benchmarks.probes import NOTES, PROBES
         from hvd_ckpt.processes.runtime import threads_per_rank
 
@@ -324,7 +321,8 @@ class Suite:
         if self.launched:
             threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.np)}
             facts["threads per rank"] = ", ".join(f"{count} at np={size}" for size, count in threads.items())
-            facts["device"] = device_name(settings.device)
+            cuda = settings.device == "cuda"
+            facts["device"] = torch.cuda.get_device_name() if cuda else "CPU"
             notes = [*([STEP + (TOGETHER if self.together else ALONE), RATIO] if timed else ()), *notes]
             notes += dict.fromkeys(NOTES[column] for column in self.columns if column in NOTES)
         else:
@@ -332,7 +330,7 @@ class Suite:
         return run.report(
             title,
             [table_of(columns, rows, folded=sum(bool(column.title) for column in conditions))],
-            results_of(columns, rows),
+            [{column.key: column.of(row) for column in columns if column.key} for row in rows],
             facts,
             notes=notes,
             remarks=remarks,

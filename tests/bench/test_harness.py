@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from pydantic import Field
 
+from benchmarks.quartiles import Quartiles, quartiles, quartiles_of_ratios
 from benchmarks.suites.local import local
 from benchmarks.suites.offload import offload
 from benchmarks.suites.pipeline import pipeline
@@ -27,7 +28,7 @@ from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
 from hvd_ckpt.app.compare.runner.settings import BenchSettings
-from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.app.compare.runner.stats import alternating, slowest
 from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank

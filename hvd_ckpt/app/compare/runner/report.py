@@ -64,11 +64,6 @@ def table_of(columns: Sequence[Column], cases: Iterable[Any], title: str = "", f
     return Table([column.title for column in shown], rows, title, folded=folded)
 
 
-def results_of(columns: Iterable[Column], cases: Iterable[Any]) -> list[dict[str, Any]]:
-    """All values of all cases for programs."""
-    return [{column.key: column.of(case) for column in columns if column.key} for case in cases]
-
-
 def in_mib(form: str = ".1f") -> Callable[[float], str]:
     """Writes bytes as MiB."""
     return lambda count: f"{count / MIB:{form}}"
@@ -176,10 +171,3 @@ def machine_facts() -> dict[str, str]:
         "versions": ", ".join(versions),
         "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
     }
-
-
-def device_name(kind: str) -> str:
-    """The kind of device in words, for a report."""
-    import torch
-
-    return "CPU" if kind == "cpu" else torch.cuda.get_device_name()
