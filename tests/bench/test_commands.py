@@ -132,6 +132,13 @@ def test_shard_trains_in_wire_formats_that_send_less(run: Run) -> None:
     assert whole > half > least > 0
 
 
+def test_what_is_in_files_is_not_in_memory(run: Run) -> None:
+    none, optimizer, parameters = run("offload", "--quick", "--rounds", "1", "--set", "width=256")[1]
+    assert none["of_none"] is None and optimizer["of_none"] and parameters["of_none"]
+    assert none["held_bytes"] > optimizer["held_bytes"] > parameters["held_bytes"]
+    assert none["peak_bytes"] > optimizer["peak_bytes"] > parameters["peak_bytes"]
+
+
 def test_ways_to_recompute_are_compared_with_none(run: Run, tmp_path: Path) -> None:
     engines = ("none", "blocks", "matmuls-saved", "half-saved", "plan-blocks")
     _, rows = run(
