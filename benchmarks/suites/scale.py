@@ -32,6 +32,7 @@ WAYS = {
 """Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
 Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
 BASELINES = ("ddp", "fsdp2", "ring")
+
 SIZES: dict[str, Any] = {
     "batch": 1,  # sequences of a rank in a step
     "vocabulary": 50257,
