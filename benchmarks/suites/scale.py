@@ -92,7 +92,6 @@ scale = Suite(
         figure("efficiency", "efficiency", ".1%"),
         figure("communication s", "communicating", ".3f"),
         figure("sent MiB", "sent", in_mib(",.0f")),
-        figure("start s", "start", ".1f"),
     ),
     against={"of FSDP2": ratio_to("fsdp2", "communicating")},
     keeps=keeps,
@@ -107,7 +106,7 @@ scale = Suite(
     notes=(
         "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
         "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",
-        "sent MiB: of a rank in a step. start s: imports, connections, agreement on options and the broadcast of weights.",
+        "sent MiB: of a rank in a step.",
         "ddp, fsdp2, ring: other engines, predicted with ring collectives that wait for no cycle.",
     ),
 )

@@ -47,7 +47,7 @@ BENCH = [
     ("shard --wire fp8", "--wire: 'fp8'"),
     ("snapshots --output empty", "--output: "),
     ("replicas --engines pull", "--engines: 'pull'"),
-    ("replicas --np 2,3", "--np 3: give powers of two up to replicas=4"),
+    ("replicas --np 2,3", "--np 3: give powers of two up to --replicas 4"),
     ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
     ("train --accumulate 1,8", "--accumulate: '8'"),
     ("local --set batch", "--set: 'batch' has no value"),

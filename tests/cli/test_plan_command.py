@@ -38,6 +38,9 @@ def make(batch=256, width=32):
     model = torch.nn.Sequential(*[Layer(width) for _ in range(6)])
     return model, (torch.randn(batch, width),), lambda output: output.square().mean()
 
+def needy(depth, batch=1):
+    return make(batch)
+
 def broken(batch=1):
     return torch.nn.Linear(1, 1)
 
@@ -156,6 +159,7 @@ def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run)
         (".", "", "has no config.json"),
         ("no_such_module_here:make", "", "no model 'no_such_module_here:make'"),
         ("own_model_to_plan:number", "", "is a int, not a function"),
+        ("own_model_to_plan:needy", "", "own_model_to_plan:needy needs depth: give it as an option"),
         ("own_model_to_plan:broken", "", "it returned Linear, and must return (model, tuple of sample"),
         ("lstm-small", "--pixels 8", "pixels 8: the model lstm-small is trained on text"),
         ("gpt-tiny", "--model-option layers=two", 'layers is "two"'),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.suites.scale import WAYS
-from benchmarks.ways import Rings, Sending, StartingNetwork, efficiency, step_in
+from benchmarks.ways import OneLevel, Rings, Sending, efficiency, step_in
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.layouts import nbytes_of
 from hvd_ckpt.prediction.network import Network
@@ -64,7 +64,7 @@ def test_sums_within_hosts_pass_the_link_once() -> None:
     # 2 MB to the neighbour on the host, then 1 MB of each of both ranks to the other host.
     assert BARE.scatter(4e6, 4) == pytest.approx(0.2 + 2.0, rel=1e-3)
     assert sent_by("scatter", 4_000_000) == pytest.approx(3e6, rel=1e-3)
-    one = StartingNetwork(**vars(BARE), one_level=True)
+    one = OneLevel(**vars(BARE))
     assert one.scatter(4e6, 4) == BARE.alltoall(4e6, 4)
     assert BARE.scatter(1e5, 4) == BARE.alltoall(1e5, 4)  # too little
     assert BARE.scatter(4e6, 2) == BARE.alltoall(4e6, 2)  # one host

@@ -222,6 +222,7 @@ def _returned(config: Config, device: torch.device) -> tuple[nn.Module, Callable
     with config_errors():
         entry = catalog.find(config.model)
         entry.check_options(config.model_options)
+        entry.check_arguments({"batch", *config.model_options})
 
     def call(count: int) -> tuple[nn.Module, Sample]:
         torch.manual_seed(config.seed)
