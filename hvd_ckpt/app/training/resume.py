@@ -37,7 +37,7 @@ PLANNED = (
     "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options", "pipeline",
 )  # fmt: skip
 # Left by a start that was killed before it wrote config.yaml, from which it could be resumed, and by a request to stop it.
-UNFINISHED = (LOCK_FILE, f"{LOCK_FILE}-dead-*", ".config.yaml.*", "plan.json", ".plan.json.*", STOP_FILE)
+UNFINISHED = (LOCK_FILE, ".config.yaml.*", "plan.json", ".plan.json.*", STOP_FILE)
 
 # ------------------------------------------------------------------------------------ where a run starts
 
