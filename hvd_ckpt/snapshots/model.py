@@ -101,17 +101,13 @@ class ModelTensors:
         self._parameters = [part for part in whole if isinstance(part.tensor, nn.Parameter)]
         self._buffers = [part for part in whole if not isinstance(part.tensor, nn.Parameter)]
         self._own_buffers = dict(model.named_buffers())
-        self._places: dict[tuple[int, torch.dtype], tuple[TensorMetadata, int]] = {}
 
     def place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> tuple[TensorMetadata, int]:
         """The whole tensor, or its state of another dtype, and the first element there of this process's part."""
-        key = id(tensor), dtype or tensor.dtype
-        if key not in self._places:
-            index = None if self.layout is None else self.layout.index(tensor)
-            spec = TensorSpec.of(tensor) if index is None else self.layout.specs[index]
-            whole = TensorMetadata.of(key[1], spec, cut_of(tensor), self._grid.tensor)
-            self._places[key] = whole, whole.place_of(self._grid.part)[0]
-        return self._places[key]
+        index = None if self.layout is None else self.layout.index(tensor)
+        spec = TensorSpec.of(tensor) if index is None else self.layout.specs[index]
+        whole = TensorMetadata.of(dtype or tensor.dtype, spec, cut_of(tensor), self._grid.tensor)
+        return whole, whole.place_of(self._grid.part)[0]
 
     def range_of(self, kind: str, part: Part, values: Tensor | None = None) -> Range:
         """The elements of a part in a snapshot, to read them, or to write these values."""
@@ -219,7 +215,7 @@ class ModelTensors:
         stepped = [(number, part) for number, part in enumerate(self.parts) if self._writes(part)]
         for number, part in stepped:
             if isinstance(kept.get(number), dict):
-                kept[number], found = divided(kept[number], part.shape)
+                kept[number], found = _divided(kept[number], part.shape)
                 rows += [(kind, part, value) for kind, value in found.items()]
             rows += [(kind, part, values[number]) for kind, values in others if number in values]
         shares = self._shares_of(members)
@@ -244,8 +240,11 @@ class ModelTensors:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
             own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
         checked = _checked({**state, "state": kept})
-        plain = {part.name: checked["state"].get(number, {}) for number, part in stepped}
-        values_of = plain_values(checked, plain)
+        values_of = {
+            "state": {part.name: checked["state"].get(number, {}) for number, part in stepped},
+            "others": {key: value for key, value in checked["state"].items() if not isinstance(key, int)},
+            "more": {key: value for key, value in checked.items() if key not in ("state", "param_groups")},
+        }
         if self.is_split:
             check_split(values_of)
         return own, {"optimizer": values_of if is_first or self.layout else None}
@@ -274,20 +273,13 @@ class ModelTensors:
         return shares
 
 
-def divided(entries: Mapping[str, Any], *shapes: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an optimizer keeps of a parameter: plain values, and tensors of these shapes by kind, whose places are None there."""
+def _divided(entries: Mapping[str, Any], shape: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an optimizer keeps of a parameter: plain values, and tensors of this shape by kind, whose places are None there."""
     plain, tensors = dict(entries), dict[str, Tensor]()
     for key, value in entries.items():
-        if isinstance(value, Tensor) and not not_stored(value) and value.shape in shapes and _is_kind(key):
+        if isinstance(value, Tensor) and not not_stored(value) and value.shape == shape and _is_kind(key):
             plain[key], tensors[f"optimizer.{key}"] = None, value
     return plain, tensors
-
-
-def plain_values(state: Mapping[str, Any], plain: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The plain values of an optimizer: of parameters, by name, and what else is in its state dict."""
-    others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
-    more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": plain, "others": others, "more": more}
 
 
 @functools.cache

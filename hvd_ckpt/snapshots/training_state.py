@@ -5,7 +5,6 @@ The random state of a process is that of PyTorch on the CPU and on its current C
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, check_fits, check_state, optimizer_values
+from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, check_fits, check_state, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -111,13 +110,11 @@ class TrainingState:
 
     def of_loop(self, loop: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The further state of a loop of one's own, replicated and of this rank: that of scheduler and loader, and ``loop``."""
-        owners = (self.scheduler, self.loader)
-        states = [None if owner is None else owner.state_dict() for owner in owners]
-        # The writer's thread reads the state later, when the loop has changed it. A copy of a loss needs no graph.
-        given = pytree.tree_map_only(Tensor, Tensor.detach, (*states, loop))
-        scheduler, loader, values = copy.deepcopy(given)
+        scheduler, loader = (
+            None if owner is None else owner.state_dict() for owner in (self.scheduler, self.loader)
+        )
         of_all, own = (loader, None) if self._has_one_position else (None, loader)
-        return {"scheduler": scheduler, "loader": of_all, "loop": values}, {"loader": own}
+        return {"scheduler": scheduler, "loader": of_all, "loop": loop}, {"loader": own}
 
     def replicas(self) -> dict[str, Any]:
         """The state of logical replicas, which is replicated. Collective: ranks gather their buffers."""
@@ -134,7 +131,7 @@ class TrainingState:
         copied. The arguments are further state, or state that replaces that of this object. Raises Wrong if no run could resume
         from it."""
         optimizer, grid = self.optimizer, current()
-        names, extra = ModelTensors(self.model, optimizer), copy.deepcopy(extra_states(self.model))
+        names, extra = ModelTensors(self.model, optimizer), extra_states(self.model)
         ranges, values = names.saved(self.average, extra, alone)
         scaler = None
         if self.scaler is not None:  # one that is disabled has no state
@@ -148,12 +145,15 @@ class TrainingState:
                 "kinds": self.kinds,
                 "groups": names.groups(),
                 "options": options_of(optimizer.param_groups),
-                "ema": None if self.average is None else {"n_averaged": self.average.n_averaged},
+                "ema": None if self.average is None else self.average.n_averaged,
                 "scaler": scaler,
                 "threads": torch.get_num_threads(),
                 "device": next(self.model.parameters()).device.type,
                 "extra": extra,
                 "mid_period": optimizer.is_local and not optimizer.in_sync,
+                "scheduler": None,
+                "loader": None,
+                "loop": {},
                 **replicated,
             },
             per_rank={
@@ -161,6 +161,7 @@ class TrainingState:
                 "reduction": optimizer.reduction_state_dict(),
                 "extra": extra,
                 "local": apart,
+                "loader": None,
                 **values,
                 **per_rank,
             },
@@ -179,7 +180,7 @@ class TrainingState:
     def check(self, snapshot: Snapshot) -> None:
         """Raises SnapshotError unless the snapshot is of a loop with this model and optimizer; nothing is changed."""
         with snapshot.comparing():
-            there = check_state(snapshot, LoopState, LoopRankState)
+            there = check_state(snapshot, ReplicatedState, PerRankState)
             for what, kind in there.kinds.items():
                 own = self.kinds.get(what)
                 if own is not None and kind is not None and own != kind:
@@ -325,7 +326,7 @@ class TrainingState:
             }
             values = snapshot.read([names.range_of("average", part) for part in found.values()])
             state["averages"].update(zip(found, values))
-        average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]["n_averaged"]})
+        average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]})
 
     def _load_own(self, snapshot: Snapshot) -> None:
         """Loads this rank's own state. Its random state is the same on all pipeline stages. The reducer learns again if there were

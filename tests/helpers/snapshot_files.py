@@ -102,6 +102,9 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "device": "cpu",
         "replicas": None,
         "mid_period": False,
+        "scheduler": None,
+        "loader": None,
+        "loop": {},
     }
     reduction = {
         "version": 2,
@@ -117,6 +120,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "reduction": reduction,
         "optimizer": {"state": state, "others": {}, "more": {}},
         "local": None,
+        "loader": None,
     }
     return replicated, per_rank, model.state_dict(), ranges
 

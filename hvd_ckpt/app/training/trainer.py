@@ -375,7 +375,7 @@ class Trainer:
         if self._finished() or _due(config.snapshot_every, progress.step):
             with self.report.meter.excluded():
                 further = self._further_state()  # collective
-                self.snapshots.begin(progress.step, lambda: further, *SCHEMAS)
+                self.snapshots.begin(progress.step, lambda: further, SCHEMAS)
         self._tell_of_snapshots()
 
     def _evaluate_and_report(self, due: bool) -> None:
