@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.sharding.state import state_after_a_step
-from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split
+from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split, own_buffers
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import OTHER_MODEL, TensorMetadata, rank_file
+from hvd_ckpt.snapshots.schema import OTHER_MODEL, Range, TensorMetadata, rank_file
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import NUMBER, Count, Positive, State, described, is_number, is_single
 
@@ -135,23 +134,22 @@ def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Opti
     names and shapes. :func:`check_state` has passed the snapshot; in a pipeline stage, the model has the weights of its blocks."""
     names = ModelTensors(model, optimizer)
     with snapshot.comparing():
-        _check_tensors(snapshot, names, dict(model.named_buffers()))
+        _check_tensors(snapshot, names, own_buffers(snapshot, model))
         _check_groups(snapshot, names)
         _check_optimizer(snapshot, names, optimizer)
 
 
-def _check_tensors(snapshot: Snapshot, names: ModelTensors, buffers: Mapping[str, Tensor]) -> None:
+def _check_tensors(snapshot: Snapshot, names: ModelTensors, own: Mapping[str, Tensor]) -> None:
     """What is missing is found where it is read."""
     here = {name: names.place(tensor)[0] for name, tensor in names.tensors.items()}
-    own_here = {
-        name: TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer)) for name, buffer in buffers.items()
-    }
-    own = snapshot.own_buffers
     for stored, there in snapshot.manifest.tensors.items():
         kind, _, name = stored.partition("/")
-        if "@" in kind and kind != own:  # another rank's
+        if stored in own:
+            known: TensorMetadata | None = Range.of(stored, own[stored]).whole
+        elif "@" in kind:  # another rank's
             continue
-        known = own_here.get(name) if kind == own else here.get(names.aliases.get(name, name))
+        else:
+            known = here.get(names.aliases.get(name, name))
         if known is None and (names.in_stages or name.rpartition(".")[2] == EXTRA):
             continue  # a snapshot has the tensors of the whole model, and a stage those of its blocks
         if known is None:

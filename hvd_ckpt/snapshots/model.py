@@ -273,6 +273,14 @@ class ModelTensors:
         return shares
 
 
+def own_buffers(snapshot: Snapshot, model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a snapshot has of this rank, by their names there, but for those that it has cut into other parts."""
+    own, same_parts = snapshot.own_buffers, snapshot.manifest.layout.tensor == current().tensor
+    buffers = ((f"{own}/{name}", one) for name, one in model.named_buffers())
+    there = snapshot.manifest.tensors
+    return {name: one for name, one in buffers if name in there and (same_parts or cut_of(one) is None)}
+
+
 def _divided(entries: Mapping[str, Any], shape: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What an optimizer keeps of a parameter: plain values, and tensors of this shape by kind, whose places are None there."""
     plain, tensors = dict(entries), dict[str, Tensor]()

@@ -28,7 +28,7 @@ from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, check_fits, check_state, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of
+from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of, own_buffers
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range, libraries
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
@@ -332,8 +332,8 @@ class TrainingState:
         """Loads this rank's own state. Its random state is the same on all pipeline stages. The reducer learns again if there were
         other stages."""
         grid, layout, own = current(), snapshot.manifest.layout, snapshot.per_rank
-        buffers = {f"{snapshot.own_buffers}/{name}": buffer for name, buffer in self.model.named_buffers()}
-        wanted = [Range.of(name, one) for name, one in buffers.items() if name in snapshot.manifest.tensors]
+        buffers = own_buffers(snapshot, self.model)
+        wanted = [Range.of(name, buffer) for name, buffer in buffers.items()]
         with snapshot.comparing(), torch.no_grad():
             for each, flat in zip(wanted, snapshot.read(wanted)):
                 buffers[each.name].copy_(each.whole.unflatten(flat))
