@@ -105,7 +105,7 @@ def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:
     ],
 )
 def test_random_programs(kind: str, ranks: int, parts: int, controller: str, seeds: range) -> None:
-    found = Job(kind, ranks, parts, working(controller), 60.0, False).run(seeds)
+    found = Job(kind, ranks, parts, working(controller), 60.0).run(seeds)
     assert not found.failures and len(found.done) == len(seeds)
 
 
