@@ -59,9 +59,9 @@ class OptimizerValues(State):
 class ReplicatedState(State):
     """Plain values that are the same on every rank.
 
-    ``kinds``: the names of the classes of optimizer and scheduler; ``groups``: the names of the parameters in each group, and
-    ``options``: their options. ``ema``: the updates of the average. ``mid_period``: the ranks have weights of their own. The last
-    three are those of a loop of one's own.
+    ``kinds``: the names of the classes of optimizer and scheduler, and the kind of the loader; ``groups``: the names of the
+    parameters in each group, and ``options``: their options. ``ema``: the updates of the average. ``mid_period``: the ranks have
+    weights of their own. ``scheduler`` and ``loop`` are those of a loop of one's own.
     """
 
     kinds: dict[str, str | None] = Field(default_factory=dict)
@@ -75,7 +75,6 @@ class ReplicatedState(State):
     extra: dict[str, Any] = Field(default_factory=dict)  # rank 0's
     mid_period: bool
     scheduler: dict[str, Any] | None
-    loader: dict[str, Any] | None
     loop: dict[str, Any]
 
     @model_validator(mode="after")
@@ -87,8 +86,7 @@ class ReplicatedState(State):
 
 
 class PerRankState(State):
-    """State of one rank; a reducer of sharded gradients validates its ``reduction`` itself. ``loader`` is None if that is the same
-    on every rank."""
+    """State of one rank; a reducer of sharded gradients validates its ``reduction`` itself."""
 
     random: dict[str, Any]
     reduction: dict[str, Any]

@@ -26,11 +26,18 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, check_fits, check_state, optimizer_values
+from hvd_ckpt.snapshots.fits import (
+    PerRankState,
+    ReplicatedState,
+    check_fits,
+    check_state,
+    optimizer_values,
+    validated,
+)
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of, own_buffers
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import Layout, Range, libraries
+from hvd_ckpt.snapshots.schema import Layout, Range, libraries, rank_file
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.elementwise import class_of
@@ -98,8 +105,10 @@ class TrainingState:
 
     @property
     def kinds(self) -> dict[str, str | None]:
-        """The names of the classes of optimizer and scheduler."""
-        return described(optimizer=class_of(self.optimizer), scheduler=self.scheduler)
+        """The names of the classes of optimizer and scheduler, and whether the loader has one position or one of each rank."""
+        loader = "DistributedSampler" if self._has_one_position else "a loader of each rank"
+        of_loader = None if self.loader is None else loader
+        return described(optimizer=class_of(self.optimizer), scheduler=self.scheduler, loader=of_loader)
 
     @property
     def _has_one_position(self) -> bool:
@@ -113,8 +122,7 @@ class TrainingState:
         scheduler, loader = (
             None if owner is None else owner.state_dict() for owner in (self.scheduler, self.loader)
         )
-        of_all, own = (loader, None) if self._has_one_position else (None, loader)
-        return {"scheduler": scheduler, "loader": of_all, "loop": loop}, {"loader": own}
+        return {"scheduler": scheduler, "loop": loop}, {"loader": loader}
 
     def replicas(self) -> dict[str, Any]:
         """The state of logical replicas, which is replicated. Collective: ranks gather their buffers."""
@@ -152,7 +160,6 @@ class TrainingState:
                 "extra": extra,
                 "mid_period": optimizer.is_local and not optimizer.in_sync,
                 "scheduler": None,
-                "loader": None,
                 "loop": {},
                 **replicated,
             },
@@ -233,24 +240,20 @@ class TrainingState:
         return same_ranks
 
     def load_loop(self, snapshot: Snapshot) -> None:
-        """Loads scheduler and loader. Raises SnapshotError if the loader is of the other kind, or each rank had a state of it, and
-        there are other ranks now."""
-        manifest, replicated = snapshot.manifest, snapshot.replicated
-        own = None if snapshot.per_rank is None else snapshot.per_rank["loader"]
-        state, other = (replicated["loader"], own) if self._has_one_position else (own, replicated["loader"])
-        kind = type(self.loader).__name__
-        if self.loader is not None and other is not None:
-            raise SnapshotError(
-                f"The snapshot of step {manifest.step} has the position of another kind of loader than a {kind}: give the one that "
-                "it was written with"
-            )
+        """Loads scheduler and loader. Raises SnapshotError if each rank had a state of the loader, and there are others now."""
+        manifest = snapshot.manifest
         # Ranks that share a model in stages or parts have the same data.
         if self.loader is not None and not self._has_one_position and manifest.replicas != current().replicas:
             raise SnapshotError(
-                f"The snapshot of step {manifest.step} has a {kind}'s position on each of {manifest.replicas} "
-                f"ranks, and there are {current().replicas}: resume with as many, or give an hc.data.DistributedSampler as loader"
+                f"The snapshot of step {manifest.step} has a {type(self.loader).__name__}'s position on each of "
+                f"{manifest.replicas} ranks, and there are {current().replicas}: resume with as many, or give an "
+                "hc.data.DistributedSampler as loader"
             )
-        for owner, values in ((self.scheduler, replicated["scheduler"]), (self.loader, state)):
+        # A rank that was not there takes the one position of all from the first.
+        with snapshot.comparing():
+            own = snapshot.per_rank or snapshot.state(rank_file(0))
+            position = validated(PerRankState, own, "per_rank").loader
+        for owner, values in ((self.scheduler, snapshot.replicated["scheduler"]), (self.loader, position)):
             if owner is not None and values is not None:
                 owner.load_state_dict(values)
 

@@ -103,7 +103,6 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "replicas": None,
         "mid_period": False,
         "scheduler": None,
-        "loader": None,
         "loop": {},
     }
     reduction = {
