@@ -199,9 +199,8 @@ class ModelTensors:
         optimizer, copy = self._optimizer, "" if alone else self.copy
         # The ranks that have the same weights and share the writing.
         members = [hvd.rank()] if alone else ranks_of(optimizer.process_set)
-        if optimizer.reduces_updates:  # a rank's state is that of its own gradients
-            members = members[:1]
         is_first = hvd.rank() == members[0]
+        own_state = optimizer.reduces_updates and not alone  # that of this rank's gradients
         # All that this rank has: kinds, elements and their values.
         rows: list[tuple[str, Part, Tensor]] = []
         for part in self._parameters:  # one without elements may be in the layout, with a class of its own
@@ -221,14 +220,17 @@ class ModelTensors:
         shares = self._shares_of(members)
         own: list[Range] = []
         for kind, part, values in rows:
-            if part.spec is not None:  # all members have it
-                if (share := shares.get(part.name)) is None:
+            is_own = own_state and kind.startswith("optimizer.")
+            if part.spec is not None:
+                # All members have it.
+                if (share := part if is_own else shares.get(part.name)) is None:
                     continue
                 values = part.spec.flatten(values)
                 if share.stop - share.start < part.stop:
                     values = values[share.start : share.stop]
                 part = share
-            own.append(self.range_of(kind + copy, part, values))
+            whose = f"@{hvd.rank()}" if is_own and not is_first else copy
+            own.append(self.range_of(kind + whose, part, values))
         if is_first and not copy:
             # Buffers, and extra states that are tensors, for those who load weights alone; each rank's come below.
             written_here = filter(self._writes, self._buffers)
@@ -247,7 +249,7 @@ class ModelTensors:
         }
         if self.is_split:
             check_split(values_of)
-        return own, {"optimizer": values_of if is_first or self.layout else None}
+        return own, {"optimizer": values_of if is_first or own_state or self.layout else None}
 
     def _writes(self, part: Part) -> bool:
         """Whether this stage and part of tensor parallelism write elements: each part its slice of a cut tensor, the first part

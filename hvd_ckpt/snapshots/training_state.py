@@ -214,6 +214,8 @@ class TrainingState:
         if apart is not None:  # on all ranks alike
             whose = names.copy
             self.load_weights(snapshot, whose)
+        elif optimizer.reduces_updates and snapshot.manifest.replicas == hvd.size():
+            whose = self._own_state_in(snapshot)
         self._load_optimizer(snapshot, names, options, whose)
         # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
         if names.layout is not None and optimizer.shard_stage < 3 and optimizer.sharding.store.is_lossy:
@@ -345,6 +347,13 @@ class TrainingState:
         if same == (self.optimizer.shard_stage, grid.stages, grid.tensor):
             self.optimizer.load_reduction_state_dict(own["reduction"])
         set_random_state(own["random"])
+
+    def _own_state_in(self, snapshot: Snapshot) -> str:
+        """Whose state of the optimizer this rank loads, such as ``"@3"``: its own, if each rank has saved its own."""
+        kinds = {name.partition("/")[0] for name in snapshot.manifest.tensors}
+        own, apart = f"@{hvd.rank()}", snapshot.manifest.layout.apart
+        has_own = any(kind.startswith("optimizer.") and kind.endswith(own) for kind in kinds)
+        return own if has_own and not apart else ""
 
     def _apart_in(self, snapshot: Snapshot) -> dict[str, Any] | None:
         """The state of this rank between averages of local SGD; None if a new period begins. Collective: raises SnapshotError on
