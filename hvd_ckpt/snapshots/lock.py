@@ -68,7 +68,7 @@ class FolderLock:
         """The file, open and locked."""
         while True:
             with contextlib.ExitStack() as opened:
-                file = opened.enter_context(open(self._path, "a+"))
+                file = opened.enter_context(open(self._path, "a+", opener=_open))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -82,6 +82,10 @@ class FolderLock:
                     if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                         opened.pop_all()
                         return file
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # what is found there is overwritten
 
 
 def _read(path: Path) -> str | None:

@@ -59,6 +59,15 @@ def test_a_damaged_lock_is_taken_over(tmp_path: Path, content: str) -> None:
     del held
 
 
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("text")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "mine")
+    held = FolderLock(tmp_path)
+    held.check()
+    held.release()
+    assert (tmp_path / "mine").read_text() == "text" and (tmp_path / LOCK_FILE).is_symlink()
+
+
 def test_of_starters_at_once_one_has_the_lock(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for _ in range(5):
