@@ -115,11 +115,11 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "lower_counts": {},
     }
     per_rank = {
+        "loader": None,
         "random": random_state(),
         "reduction": reduction,
         "optimizer": {"state": state, "others": {}, "more": {}},
         "local": None,
-        "loader": None,
     }
     return replicated, per_rank, model.state_dict(), ranges
 
