@@ -110,6 +110,13 @@ def _release(file: TextIOWrapper, path: Path, content: str) -> None:
                 path.unlink()
 
 
-# A forked child, such as a worker of a loader, would hold the lock of a parent that has died.
 _held: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
+
+
+def _close_in_child() -> None:
+    """A forked child, such as a worker of a loader, would hold the lock of a parent that has died."""
+    for file in _held:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
