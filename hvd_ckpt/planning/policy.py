@@ -221,7 +221,7 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
 
 
 def _new(base: type[nn.Module], method: str) -> nn.Module:
-    kind = _with_policy(base, method)
+    kind = _with_policy(base, method)  # type: ignore[arg-type]
     module: nn.Module = kind.__new__(kind)
     return module
 

@@ -96,7 +96,8 @@ def _backward(ctx: Any, gradients: tuple[torch.Tensor | None, ...], found: list[
         if gradient is not None and isinstance(result, torch.Tensor) and result.requires_grad
     ]
     if pairs:
-        torch.autograd.backward(*zip(*pairs))  # type: ignore[no-untyped-call]
+        outputs, incoming = zip(*pairs)
+        torch.autograd.backward(outputs, incoming)
 
 
 def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:

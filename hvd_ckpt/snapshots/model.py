@@ -214,7 +214,7 @@ class ModelTensors:
         stepped = [(number, part) for number, part in enumerate(self.parts) if self._writes(part)]
         for number, part in stepped:
             if isinstance(kept.get(number), dict):
-                kept[number], found = _divided(kept[number], part.shape)
+                kept[number], found = divided(kept[number], part.shape)
                 rows += [(kind, part, value) for kind, value in found.items()]
             rows += [(kind, part, values[number]) for kind, values in others if number in values]
         shares = self._shares_of(members)
@@ -242,11 +242,8 @@ class ModelTensors:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
             own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
         checked = _checked({**state, "state": kept})
-        values_of = {
-            "state": {part.name: checked["state"].get(number, {}) for number, part in stepped},
-            "others": {key: value for key, value in checked["state"].items() if not isinstance(key, int)},
-            "more": {key: value for key, value in checked.items() if key not in ("state", "param_groups")},
-        }
+        of_parts = {part.name: checked["state"].get(number, {}) for number, part in stepped}
+        values_of = plain_values(checked, of_parts)
         if self.is_split:
             check_split(values_of)
         return own, {"optimizer": values_of if is_first or own_state or self.layout else None}
@@ -283,13 +280,20 @@ def own_buffers(snapshot: Snapshot, model: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in buffers if name in there and (same_parts or cut_of(one) is None)}
 
 
-def _divided(entries: Mapping[str, Any], shape: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an optimizer keeps of a parameter: plain values, and tensors of this shape by kind, whose places are None there."""
+def divided(entries: Mapping[str, Any], *shapes: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an optimizer keeps of a parameter: plain values, and tensors of these shapes by kind, whose places are None there."""
     plain, tensors = dict(entries), dict[str, Tensor]()
     for key, value in entries.items():
-        if isinstance(value, Tensor) and not not_stored(value) and value.shape == shape and _is_kind(key):
+        if isinstance(value, Tensor) and not not_stored(value) and value.shape in shapes and _is_kind(key):
             plain[key], tensors[f"optimizer.{key}"] = None, value
     return plain, tensors
+
+
+def plain_values(state: Mapping[str, Any], plain: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The plain values of an optimizer: of parameters, by name, and what else is in its state dict."""
+    others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+    more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {"state": plain, "others": others, "more": more}
 
 
 @functools.cache

@@ -270,7 +270,9 @@ class Execution:
 
     def _expect(self, action: Action | None) -> None:
         """Posts the receives of the next action, so that its messages arrive while this one computes."""
-        for edge in action.receives if action is not None else ():
+        if action is None:
+            return
+        for edge in action.receives:
             there = edge.source if action.kind == FORWARD else edge.target
             self._transport.expect(*self._address(edge, action.micro_batch, action.kind, there))
 
