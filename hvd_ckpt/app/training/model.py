@@ -33,15 +33,13 @@ def device_of(config: Config) -> torch.device:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
     with config_errors(RuntimeError):
-        device = None if config.device is None else device_named(config.device)
-        if device is None or device.type == "cpu":
-            return device or local_device()
-        if not has_gpu_operations():
-            raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-        if device.index is None:
-            return local_device()
-        torch.cuda.set_device(device)
-        return device
+        device = local_device() if config.device is None else device_named(config.device)
+        if config.device is not None and device.type != "cpu":
+            if not has_gpu_operations():
+                raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+            device = local_device() if device.index is None else device
+            torch.cuda.set_device(device)
+    return device
 
 
 # ------------------------------------------------------------------------------------ batch norm and recomputation
