@@ -286,7 +286,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Input]:
-        return [_Input(tensor, self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
+        return [_Input(tensor, self._tag(tensor)) for tensor in tensors_in(*args, *kwargs.values())]
 
     def _begin(self, call: Call) -> None:
         """Called before a droppable call runs; for subclasses (``planning.trace``)."""
