@@ -42,6 +42,7 @@ next synchronization.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -58,7 +59,7 @@ from hvd_ckpt.collectives.asynchronous import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.reduction.stepping import SteppingOptions, digest
+from hvd_ckpt.reduction.stepping import SteppingOptions
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils import backward_errors
 from hvd_ckpt.utils.fingerprint import fingerprint
@@ -382,10 +383,11 @@ class Machine(ABC):
         """
         changes = self.changes()
         facts = [
-            (index, -1 if gradient is None else int(fingerprint(gradient)))
+            (index, None if gradient is None else int(fingerprint(gradient)))
             for index, gradient in changes or ()
         ]
-        value = torch.tensor(digest([*chain(*facts)]) if facts else 0)
+        digits = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest() if facts else bytes(8)
+        value = torch.tensor(int.from_bytes(digits, "little", signed=True))
         asked = torch.tensor([changes is None, self.notice], dtype=torch.float32)
         *sums, new, notices = self._ranks.sum(torch.cat([Sums.encode(value), asked]), "changes")
         if new > 0 or not Sums.equal(sums, 1.0):

@@ -25,7 +25,7 @@ that is not reduced (frozen, or never used) may differ. The first step compares 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +35,12 @@ from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.reduction.stepping import SteppingOptions, described, digest
-from hvd_ckpt.utils.fingerprint import fingerprint, fingerprints
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
 PART_BYTES, PART_TENSORS = 256 << 10, 32  # or 1 / PARTS of all, where that is more
 PARTS = 256
+JOINED_BYTES = 64 << 10  # of small parameters, whose fingerprint is taken at once
 MAX_RANKS = 16_000  # the sums of squares stay below 2**22, which a scale may round twice
 ROUNDED_RANKS = 128  # where what each rank brings is rounded
 # Odd, so that multiplication modulo 2**64 is one to one: a difference in one fingerprint outlasts those that are folded in later.
@@ -217,17 +218,33 @@ class WeightVerification:
     @torch.no_grad()
     def _of_part(self, number: int) -> torch.Tensor:
         """The fingerprint of a part, and of its number."""
-        part = [each for each in self._parts[number] if not self._ignores(each.parameter)]
-        pieces = []
+        total: torch.Tensor | None = None
+        for pieces in self._alike(self._parts[number]):
+            value = fingerprint(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+            total = value if total is None else total.to(value.device) * _FOLD + value
+        # With the number, ranks at different parts show as different, even where these parts have equal bits.
+        return torch.tensor(number) if total is None else total + number
+
+    def _alike(self, part: Sequence[_Range]) -> Iterator[list[torch.Tensor]]:
+        """The elements of a part, small ones of one type together."""
+        pieces: list[torch.Tensor] = []
+        size = 0
         for index, start, stop in part:
+            if self._ignores(index):
+                continue
             parameter = self._parameters[index]
             contiguous = parameter.is_contiguous()
-            flat = parameter.view(-1) if contiguous else TensorSpec.of(parameter).flatten(parameter)
-            pieces.append(flat[start:stop])
-        values = fingerprints(pieces)
-        total = fingerprint(torch.stack([value.to(values[0].device) for value in values])) if values else 0
-        # With the number, ranks at different parts show as different, even where these parts have equal bits.
-        return torch.as_tensor(total + number)
+            piece = parameter.view(-1) if contiguous else TensorSpec.of(parameter).flatten(parameter)
+            if stop - start < piece.numel():
+                piece = piece[start:stop]
+            alike = not pieces or (piece.dtype is pieces[0].dtype and piece.device == pieces[0].device)
+            if pieces and not (alike and size + piece.nbytes <= JOINED_BYTES):
+                yield pieces
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += piece.nbytes
+        if pieces:
+            yield pieces
 
     def _ignores(self, index: int) -> bool:
         ignored = _Verification.ignored

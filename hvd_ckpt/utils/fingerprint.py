@@ -20,6 +20,7 @@ ROW = 1 << 15
 # Weights of three levels of rows, which is enough for 2**45 integers; of the bytes that fill no integer; and of the parts of a
 # sparse tensor.
 _LEVELS = 5
+_WORDS = (torch.float32, torch.float64, torch.int32, torch.int64)
 _CPU_ROWS, _DEVICE_ROWS = (
     2,
     512,
@@ -81,8 +82,8 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     by_index: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
-        is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_quantized
-        if is_dense and not tensor.is_complex() and 0 < tensor.nbytes <= 4 * ROW and _has_words(tensor):
+        is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+        if is_dense and tensor.dtype in _WORDS and 0 < tensor.nbytes <= 4 * ROW:
             words = tensor.detach().view(-1).view(torch.int32)
             together.setdefault(tensor.device, []).append((index, words))
         else:
@@ -95,11 +96,6 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for (index, _), part in zip(parts, torch.split(products, sizes)):
             by_index[index] = part.sum()
     return [by_index[index] for index in range(len(tensors))]
-
-
-def _has_words(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill 32-bit integers, at a place of such."""
-    return not (tensor.nbytes % 4 or tensor.storage_offset() * tensor.element_size() % 4)
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
