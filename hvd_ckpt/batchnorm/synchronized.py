@@ -8,6 +8,9 @@ the statistics of the first pass from its frame.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -18,6 +21,8 @@ from torch.nn import functional
 from hvd_ckpt.utils.frames import remembered
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.torch_private import AnyBatchNorm, LazyNormBase
+
+_RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that communicates
 
 
 class ForAnyShape(AnyBatchNorm):
@@ -64,8 +69,8 @@ class SyncBatchNorm(ForAnyShape):
         """Converts each batch norm in ``model``, or the model itself, to a synchronized batch norm.
 
         These are ``BatchNorm1d``, ``2d`` and ``3d``, and the synchronized batch norms of PyTorch, Horovod and Apex. (Without
-        ``torch.distributed``, PyTorch's is a plain batch norm, without a warning; that of Horovod communicates again in each
-        recomputation.) The modules remain the same objects with their parameters, buffers, options, hooks and modes.
+        ``torch.distributed``, PyTorch's is a plain batch norm, without a warning.) The modules remain the same objects with their
+        parameters, buffers, options, hooks and modes.
 
         Returns:
             ``model``.
@@ -234,3 +239,25 @@ class _Normalize(torch.autograd.Function):
             grad_input = gradient - totals[0].view(shape) - centered * slope.view(shape)
             grad_input = (grad_input * scale.view(shape)).to(input.dtype)
         return grad_input, grad_weight, grad_bias, None, None
+
+
+@contextlib.contextmanager
+def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file.
+
+    So they do not communicate again in a recomputation. Only these instances change, and only for that time.
+    """
+    with contextlib.ExitStack() as restore:
+        for attributes in map(vars, modules):
+            if _RUN in attributes:  # an outer region has replaced it already
+                restore.callback(attributes.__setitem__, _RUN, attributes[_RUN])
+            else:
+                restore.callback(attributes.pop, _RUN)
+        for module in modules:
+            vars(module)[_RUN] = functools.partial(_run, module)
+        yield
+
+
+def _run(module: Any, input: Tensor) -> Tensor:
+    output: Tensor = synchronized_batch_norm(module, input) if _communicates() else module._run_bn(input)
+    return output

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from ways import Run, by_function, plainly, reentrant
+from ways import VARIANTS, Run, by_function, plainly, reentrant
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.recompute import checkpoint, is_recomputing
@@ -167,6 +167,18 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+class HorovodOnCPU(hvd.SyncBatchNorm):
+    """Horovod's own, whose forward refuses CPU tensors before it comes to the part that this library replaces."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked = self.num_batches_tracked + 1
+        if not self.training and self.track_running_stats:
+            return self._run_bn(input)
+        return self._maybe_run_sync_bn(input)
+
+
 class Block(nn.Module):
     def __init__(self, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -239,6 +251,23 @@ def test_nested_recomputation_is_silent(outer: bool, inner: bool, collectives: C
     with no_communication_in_recomputation(collectives):
         found = train(SyncBatchNorm, nested(outer, inner), False)
     assert all(value is not None for value in found)
+
+
+@VARIANTS
+def test_horovods_own_is_silent_too(run: Run, collectives: Counter[str]) -> None:
+    expected = train(SyncBatchNorm, plainly, False)
+    blocks = []
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        blocks.append(block)
+        return run(block, x)
+
+    with no_communication_in_recomputation(collectives):
+        found = train(HorovodOnCPU, call, False)
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(one, other)
+    for block in blocks:
+        assert all("_maybe_run_sync_bn" not in vars(module) for module in block.modules())
 
 
 def test_model_on_one_rank_only_does_not_affect_other_ranks() -> None:
