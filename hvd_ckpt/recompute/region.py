@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
+from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.recompute.containers import Arguments, flatten
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.reach import Reach
@@ -98,6 +100,7 @@ class Region:
     #
     #     frame         tells the modules on this thread whether this run is the first pass or a recomputation
     #     state         first pass: notes state; recomputation: restores it for the time of the run
+    #     synchronized  Horovod's own SyncBatchNorm reads the statistics of the first pass from the frame
     #     watched       in a verified pass: sees the tensors that autograd saves, to observe or to compare them
     #     environment   recomputation: settings, modes and context variables of the first pass
     #     contexts      those of the caller's context_fn
@@ -128,6 +131,7 @@ class Region:
         self._saves = not options.use_reentrant
         # A compiled module would be compiled once for a pass with hooks on it, and again for the next pass.
         self._names_modules = not any(map(is_compiled, reached.modules))
+        self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
         # Passes are counted weakly by an object that lives as long as the region does, and not by a lambda of one step.
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
         self._environment = Environment()
@@ -171,6 +175,7 @@ class Region:
         with (
             self._frame.enter(recomputing=False),
             self._state.first_pass(),
+            synchronized_once(self._synchronized),
             naming_modules() if verified and self._names_modules else nullcontext(),
             watched as watch,
         ):
@@ -214,6 +219,7 @@ class Region:
             span("recompute", lambda: f"recompute {title_of(self.function)}"),
             self._frame.enter(recomputing=True),
             self._state.recomputation(),
+            synchronized_once(self._synchronized),
             watched as watch,
         ):
             if not (self._is_verified or is_middle):

@@ -135,7 +135,7 @@ class Config(Strict):
     """Options of the model, such as layers=2."""
 
     data: Data | None = None
-    """What to train on: text:PATH, lines:FILE or jsonl:FILE (documents), tokens:PATH[,vocabulary=N][,type=T], images:PATH,
+    """What to train on: text:PATH, lines:FILE or jsonl:FILE (documents), tokens:PATH[,vocabulary=N,type=T], images:PATH,
     volumes:FILE, or module:function.  [default: by model]"""
     tokenizer: Text | None = None
     """JSON file of a tokenizer.  [default: bytes]"""
