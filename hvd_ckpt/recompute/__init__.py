@@ -22,7 +22,8 @@ Single calls, dropped and replayed:
     tape           records the calls of a block, and drops results
     replay         runs dropped calls again
     keeper         tensors that are kept for that
-    saved          kept masks in bits
+    saved          masks in bits
+    masks          random masks of dropped calls, which a replay does not draw again
 
 Verification, and heads of language models:
 

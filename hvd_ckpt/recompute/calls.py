@@ -104,6 +104,12 @@ def is_custom(func: Callable[..., Any]) -> bool:
 
 
 @functools.cache
+def draws(func: Callable[..., Any]) -> bool:
+    """Whether the function calls an operator of PyTorch that may draw random numbers by its schema."""
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(func))
+
+
+@functools.cache
 def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
     """Whether the function calls a single operator of PyTorch that draws no random numbers by its schema.
 
@@ -114,7 +120,7 @@ def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
         bool(overloads)
         and (not isinstance(func, FunctionType) or func in _WRAPPERS)
         and not is_custom(func)
-        and not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+        and not draws(func)
     )
 
 

@@ -74,15 +74,16 @@ class Keeper:
         def choose() -> None:
             with aside():
                 packed = compress(tensor) if self._compresses else None
-            if packed is None:
-                later.packed = self.keep(tensor, user)
-            elif self.collecting:
-                later.packed = dataclasses.replace(packed, payload=self.keep(packed.payload, user))
-            else:
-                later.packed = packed
+            later.packed = self.keep(tensor, user) if packed is None else self.keep_bits(packed, user)
 
         then(choose)
         return later
+
+    def keep_bits(self, packed: Compressed, user: str) -> Compressed:
+        """The object to hold in place of a tensor in bits."""
+        if not self.collecting:
+            return packed
+        return dataclasses.replace(packed, payload=self.keep(packed.payload, user))
 
     def close(self) -> None:
         """Called when the forward pass has ended: the other hooks alone hold the tensors from here on."""

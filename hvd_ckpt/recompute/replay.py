@@ -25,7 +25,17 @@ from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
 from hvd_ckpt.recompute.environment import Environment
-from hvd_ckpt.recompute.keeper import Kept, Plain, changed_in_place, memory_of, saving_nothing, version_of
+from hvd_ckpt.recompute.keeper import (
+    Keeper,
+    Kept,
+    Plain,
+    changed_in_place,
+    memory_of,
+    saving_nothing,
+    version_of,
+)
+from hvd_ckpt.recompute.masks import Recording, Repeating
+from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.verify import Observation, Verification
 from hvd_ckpt.utils.random_sources import Source, drawing_from, global_sources, torch_sources
 from hvd_ckpt.utils.spans import span
@@ -73,7 +83,8 @@ class Call:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
         environment: what else its results depend on; calls that ran one after the other usually share one.
-        random: the random states that it started from, if it has drawn random numbers.
+        random: the random states that it started from, if it has drawn random numbers other than ``masks``.
+        masks: the random masks that it has drawn.
         references: the results of earlier calls among its arguments, each once.
         inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
         wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
@@ -87,6 +98,7 @@ class Call:
     number: int
     environment: Environment
     random: list[Source]
+    masks: Sequence[Compressed] = ()
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
@@ -108,9 +120,12 @@ class Call:
             random = torch_sources(inputs) + (global_sources() if is_custom(func) else [])
         return cls(func, number, environment, random)
 
-    def ran(self) -> None:
-        """Called when the call has run in the forward pass: drops the random states if nothing was drawn from them."""
-        if not any(source.moved() for source in self.random):
+    def ran(self, recording: Recording | None, keeper: Keeper) -> None:
+        """Called when the call has run in the forward pass: drops the random states if no more was drawn than recorded masks."""
+        if recording is not None and recording.complete:
+            self.random = []
+            self.masks = [keeper.keep_bits(mask, call_name(self.func)) for mask in recording.masks]
+        elif not any(source.moved() for source in self.random):
             self.random = []
 
     def keep(self, inner: Sequence[Tensor]) -> None:
@@ -272,7 +287,9 @@ class _Run:
         call, results = self._call, []
         args = map_tensors(self._argument, _SPECIFIED, call.args)
         kwargs = map_tensors(self._argument, _SPECIFIED, call.kwargs)
-        random = drawing_from(call.random) if call.random else _NOTHING
+        random = (
+            drawing_from(call.random) if call.random else Repeating(call.masks) if call.masks else _NOTHING
+        )
         hooks = saving_nothing(self._pack) if self._wanted else _NOTHING
         try:
             with random, hooks:

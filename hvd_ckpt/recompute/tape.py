@@ -39,12 +39,14 @@ from hvd_ckpt.recompute.calls import (
     changed_by,
     changes_nothing,
     depends_on_arguments_alone,
+    draws,
     map_tensors,
     statistics_of,
     tensors_in,
 )
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
+from hvd_ckpt.recompute.masks import Recording
 from hvd_ckpt.recompute.reach import refuse_transforms
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
@@ -265,15 +267,17 @@ class Tape(TorchFunctionMode):
                 self._environment = running.call.environment
                 self._begin(running.call)
         outer, self._running = self._running, running
+        recording = Recording() if running.call is not None and draws(func) else None
         try:
-            result = func(*args, **kwargs)
+            with recording or nullcontext():
+                result = func(*args, **kwargs)
         finally:
             self._running = outer
         outputs = [result] if isinstance(result, Tensor) else tensors_in(result)
         for finish in running.after or ():
             finish()
         if running.call is not None:
-            running.call.ran()
+            running.call.ran(recording, self.keeper)
             if not outputs:
                 running.call.keep(running.inner or ())
         if outputs:
