@@ -36,14 +36,18 @@ ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int"
 
 
 class SeenMarks(Marks):
-    """Marks that also see what threads free of which the profiler does not know: an address that is allocated again was free."""
+    """Marks that also see what threads free of which the profiler does not know: an address that is allocated again was free.
+
+    What is mapped from files does not count.
+    """
 
     def read(self, results: Any) -> None:
         found: list[tuple[int, Any]] = []  # when, and what was allocated or freed; None at a mark
         pending = list(results.experimental_event_tree())
         while pending:
             event: Any = pending.pop()
-            pending += event.children
+            if event.name != "aten::from_file":  # whose memory is a file's
+                pending += event.children
             if event.name.startswith(MARK):
                 found.append((event.start_time_ns, None))
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":

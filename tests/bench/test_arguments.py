@@ -46,7 +46,7 @@ BENCH = [
     ("shard --stage 3 --engines ddp", "nothing to measure"),
     ("shard --wire fp8", "--wire: 'fp8'"),
     ("snapshots --output empty", "--output: "),
-    ("replicas --engines pull", "--engines: 'pull'"),
+    ("replicas --engines pull", "--engines: no engine 'pull'"),
     ("replicas --np 2,3", "--np 3: give powers of two up to --replicas 4"),
     ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
     ("train --accumulate 1,8", "--accumulate: '8'"),
