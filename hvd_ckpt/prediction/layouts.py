@@ -133,17 +133,19 @@ class Job:
         return layout.tensor, layout.samples(self.batch), layout.chunk_head
 
     def _compute(self, keys: Sequence[_Key]) -> None:
-        for key in keys:
-            tensor = key[0]
-            if tensor in self.refused:
-                continue
-            try:
-                with parts.alone(tensor) if tensor > 1 else contextlib.nullcontext():
-                    self._computations[key] = self._computed(*key)
-            except ValueError as error:
-                if tensor == 1:
-                    raise
-                self.refused[tensor] = str(error)
+        # Ctrl-C ends the search, and what is known is the answer.
+        with contextlib.suppress(KeyboardInterrupt):
+            for key in keys:
+                tensor = key[0]
+                if tensor in self.refused:
+                    continue
+                try:
+                    with parts.alone(tensor) if tensor > 1 else contextlib.nullcontext():
+                        self._computations[key] = self._computed(*key)
+                except ValueError as error:
+                    if tensor == 1:
+                        raise
+                    self.refused[tensor] = str(error)
 
     def _computed(self, tensor: int, samples: int, chunk_head: bool) -> Computation:
         part, sample = self._part(tensor)[0], self.sample(samples)
@@ -164,9 +166,12 @@ class Job:
         return self._parts[tensor]
 
     def _sorted(self) -> list[LayoutRow]:
+        found: list[LayoutRow] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            # An interrupt leaves those that were there.
+            found.extend(filter(None, map(self._row, self.layouts())))
         return sorted(
-            filter(None, map(self._row, self.layouts())),
-            key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout))),
+            found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout)))
         )
 
     def layouts(self) -> Iterator[TrainingLayout]:
