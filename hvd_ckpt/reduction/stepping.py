@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-_MISSING, _NAN = 0x7FF8_0000_0000_0001, 0x7FF8_0000_0000_0000  # bits of numbers that no option has
 LIMITS = "max_norm of clip_grad_norm_()"
-_OTHER, _HASH = (
-    0x7FFC_0000_0000_0000,
-    (1 << 50) - 1,
-)  # and, with the bits of a hash below, of what is no number
+
+_MISSING, _NAN = 0x7FF8_0000_0000_0001, 0x7FF8_0000_0000_0000  # bits of numbers that no option has
+# A value that is not a number, or that float64 would round, has the first bits, and the lowest bits of a hash.
+_OTHER = 0x7FFC_0000_0000_0000
+_HASH = (1 << 50) - 1
 
 
 class SteppingOptions:
