@@ -25,8 +25,8 @@ COPY main.sh setup.cfg pyproject.toml ./
 COPY install install
 COPY hvd_ckpt/app/install hvd_ckpt/app/install
 COPY hvd_ckpt/app/__init__.py hvd_ckpt/app/
-COPY hvd_ckpt/utils/__init__.py hvd_ckpt/utils/extras.py hvd_ckpt/utils/folders.py hvd_ckpt/utils/text.py \
-    hvd_ckpt/utils/
+COPY hvd_ckpt/utils/__init__.py hvd_ckpt/utils/extras.py hvd_ckpt/utils/folders.py hvd_ckpt/utils/machine.py \
+    hvd_ckpt/utils/text.py hvd_ckpt/utils/
 # The package is installed in place: one that builds Horovod and is empty otherwise is enough to record where it will be.
 RUN touch hvd_ckpt/__init__.py && PIP_NO_CACHE_DIR=1 bash main.sh setup
 # Nothing compiles or lints in the container: leave out the tools for it, and PyTorch's C++ headers, tests and protoc. Whoever

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.quartiles import Quartiles, quartiles, quartiles_of_ratios
 from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.app.compare.runner.report import Column, Form
-from hvd_ckpt.app.compare.runner.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.app.compare.runner.stats import slowest
 
 Found = dict[str, Any]
 """What a rank finds of a case: ``seconds`` of each timed step, figures by name, and maybe a ``failure``."""

@@ -1,4 +1,4 @@
-"""Pictures of rows: bars for measured suites, lines for figures that follow a number."""
+"""Pictures of figures that follow a number: lines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.case import Row
-from hvd_ckpt.app.compare.runner.report import MIB, Column, save_figure
-
-FILE = "picture.png"
+from hvd_ckpt.app.compare.runner.report import save_figure
 
 
 class Point(NamedTuple):
@@ -65,31 +63,4 @@ class Lines:
             axes.grid(alpha=0.3)
         found[0].set_ylabel(self.y)
         found[0].legend(fontsize=8)
-        return [save_figure(figure, folder / FILE)]
-
-
-def draw_bars(folder: Path, rows: Sequence[Row], conditions: Sequence[Column], peak: str) -> list[str]:
-    """The time of each row's step with its quartiles, and its peak where that figure is measured."""
-    from matplotlib.figure import Figure
-
-    timed = [row for row in rows if row.step is not None]
-    if not timed:
-        return []
-    labels = [" ".join([*(column.entry(row) for column in conditions), row.case.engine]) for row in timed]
-    engines = list(dict.fromkeys(row.case.engine for row in timed))
-    colors = [f"C{engines.index(row.case.engine) % 10}" for row in timed]
-    # Of each panel the value of each row, maybe with its quartiles.
-    panels = {"ms": [[1000 * value for value in dataclasses.astuple(row.step)] for row in timed if row.step]}
-    peaks = [row.over(peak) for row in timed]
-    if all(peaks):
-        panels["peak MiB"] = [[value / MIB] for value in peaks]
-    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(timed)), layout="constrained")
-    shared = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, values) in zip(shared, panels.items()):
-        spread = [[abs(value[0] - value[each]) for value in values] for each in (1, -1) if len(values[0]) > 1]
-        axes.barh(range(len(labels)), [value[0] for value in values], xerr=spread or None, color=colors)
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.set_xlabel(title)
-        axes.grid(axis="x", alpha=0.3)
-    axes.invert_yaxis()
-    return [save_figure(figure, folder / FILE)]
+        return [save_figure(figure, folder / "picture.png")]

@@ -36,14 +36,18 @@ ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int"
 
 
 class SeenMarks(Marks):
-    """Marks that also see what threads free of which the profiler does not know: an address that is allocated again was free."""
+    """Marks that also see what threads free of which the profiler does not know: an address that is allocated again was free.
+
+    What is mapped from files does not count.
+    """
 
     def read(self, results: Any) -> None:
         found: list[tuple[int, Any]] = []  # when, and what was allocated or freed; None at a mark
         pending = list(results.experimental_event_tree())
         while pending:
             event: Any = pending.pop()
-            pending += event.children
+            if event.name != "aten::from_file":  # whose memory is a file's
+                pending += event.children
             if event.name.startswith(MARK):
                 found.append((event.start_time_ns, None))
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
@@ -67,8 +71,8 @@ def examine(
     """Builds a training and examines its third step; returns it, and
 
     - ``parameter_bytes``, ``gradient_bytes`` and ``state_bytes`` of the tensors that are held for training;
-    - ``peak_bytes`` of PyTorch's allocator since before the model was built, ``step_bytes`` since before the step, and
-      ``beyond_bytes``: what is held after the step beside parameters, buffers and the batch;
+    - ``peak_bytes`` of PyTorch's allocator since before the model was built, ``step_bytes`` since before the step,
+      ``held_bytes`` after it, and ``beyond_bytes``: those beside parameters, buffers and the batch;
     - where the column is asked for, ``hash`` of the loss and the gradients, and ``buffer_hash`` after them.
     """
     gc.collect()
@@ -100,6 +104,7 @@ def examine(
     whole = [*training.model.parameters(), *training.model.buffers(), *batch]
     figures["peak_bytes"] = after.peak_bytes
     figures["step_bytes"] = after.peak_bytes - before.bytes
+    figures["held_bytes"] = after.bytes
     figures["beyond_bytes"] = after.bytes - sum(tensor.nbytes for tensor in whole)
     return training, figures
 
@@ -144,7 +149,7 @@ def final_loss(training: Training) -> Figures:
     """The loss of the last step, or where there are held-out samples that of the mean of the ranks' weights on them."""
     batch = training.workload.held_out()
     if batch is None:
-        return {"loss": training.last_loss}
+        return {"loss": training.losses[-1]}
     parameters = list(training.model.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
@@ -156,11 +161,19 @@ def final_loss(training: Training) -> Figures:
     return {"loss": loss}
 
 
+def all_losses(training: Training) -> Figures:
+    """The loss of each step, as the mean over the ranks."""
+    # In float64, in which sums of few such losses are exact in any order.
+    means = (training.engine.mean(torch.tensor(loss, dtype=torch.float64)) for loss in training.losses)
+    return {"losses": [mean.item() for mean in means]}
+
+
 MEMORY = {
     "parameters": figure("parameters MiB", "parameter_bytes", in_mib()),
     "gradients": figure("gradients MiB", "gradient_bytes", in_mib()),
     "state": figure("state MiB", "state_bytes", in_mib()),
     "beyond": figure("gradients MiB", "beyond_bytes", in_mib()),
+    "held": figure("after a step MiB", "held_bytes", in_mib()),
     "peak": figure("peak MiB", "peak_bytes", in_mib()),
     "step_peak": figure("peak MiB", "step_bytes", in_mib()),
 }
@@ -171,13 +184,14 @@ PROBES: Mapping[str, Column] = {
     "loss": Column(
         "loss", lambda row: statistics.fmean(row.losses) if row.losses else None, ".4f", key="loss"
     ),
+    "losses": figure("last loss", "losses", ".6f", over=lambda ranks: ranks[0][-1]),
     "forward": figure("", "forward"),
     "backward": figure("", "backward"),
 }
 """The columns that suites choose by name."""
 EXAMINED = {*MEMORY, "hash", "sent"}
 AFTER_EXAMINED = {"sent": sent}
-AFTER_TIMED = {"loss": final_loss, "forward": passes}
+AFTER_TIMED = {"loss": final_loss, "losses": all_losses, "forward": passes}
 """What measures a column in further steps."""
 NOTES = {
     **dict.fromkeys(

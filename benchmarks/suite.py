@@ -1,4 +1,4 @@
-"""A suite as data: its command, its jobs in alternating order, its table and its picture follow from it."""
+"""A suite as data: its command, its jobs in alternating order and its table follow from it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ import click
 from pydantic import BeforeValidator, Field, create_model
 
 from benchmarks.case import Case, MeasuredJob, Row
-from benchmarks.pictures import Lines, draw_bars
+from benchmarks.pictures import Lines
+from benchmarks.quartiles import Quartiles
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import (
-    Column,
-    Report,
-    device_name,
-    results_of,
-    table_of,
-)
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
 from hvd_ckpt.app.compare.runner.settings import (
     CONTROLLERS,
     OF_DEVICE,
@@ -39,7 +34,7 @@ from hvd_ckpt.app.compare.runner.settings import (
     names_of,
     numbers_of,
 )
-from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating
+from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.utils.named import import_named
 from hvd_ckpt.utils.plain_data import parsed
@@ -97,7 +92,7 @@ class Suite:
         measure: ``module:function`` that the ranks call instead of :class:`benchmarks.worker.Bench`, and what is called here unless
             it is ``launched``. It takes the job and a case, or where cases are ``together`` the job. Its engines and workloads are
             words of its own.
-        lines: a picture in place of bars.
+        lines: a picture, if there is one.
     """
 
     engines: Sequence[str]
@@ -286,6 +281,8 @@ class Suite:
         self, run: BenchRun, settings: Any, title: str, rows: Sequence[Row], remarks: list[str]
     ) -> Report:
         """The report of all rows so far."""
+        import torch
+
         from benchmarks.probes import NOTES, PROBES
         from hvd_ckpt.processes.runtime import threads_per_rank
 
@@ -303,7 +300,6 @@ class Suite:
             return Column(name if varies else "", lambda row: row.case.condition[name], key=name)
 
         conditions = [condition(name) for name in ("workload", "np", "controller", *self.axes)]
-        shown = [column for column in conditions if column.title]
         timed = any(row.seconds for row in rows)
         ms = Column("step ms", lambda row: row.step, _in_ms, key="step_seconds", missing="failed")
         against = {
@@ -325,23 +321,21 @@ class Suite:
         if self.launched:
             threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.np)}
             facts["threads per rank"] = ", ".join(f"{count} at np={size}" for size, count in threads.items())
-            facts["device"] = device_name(settings.device)
+            cuda = settings.device == "cuda"
+            facts["device"] = torch.cuda.get_device_name() if cuda else "CPU"
             notes = [*([STEP + (TOGETHER if self.together else ALONE), RATIO] if timed else ()), *notes]
             notes += dict.fromkeys(NOTES[column] for column in self.columns if column in NOTES)
         else:
             facts |= {f"sizes of {row.case.workload}": row.case.sizes or None for row in rows}
-        peak = "step_bytes" if "step_peak" in self.columns else "peak_bytes"
         return run.report(
             title,
-            [table_of(columns, rows, folded=len(shown))],
-            results_of(columns, rows),
+            [table_of(columns, rows, folded=sum(bool(column.title) for column in conditions))],
+            [{column.key: column.of(row) for column in columns if column.key} for row in rows],
             facts,
             notes=notes,
             remarks=remarks,
             success=all(not row.failure and self.sound(row, rows) for row in rows),
-            draw=lambda folder: (
-                self.lines.draw(folder, rows) if self.lines else draw_bars(folder, rows, shown, peak)
-            ),
+            draw=functools.partial(self.lines.draw, rows=rows) if self.lines else None,
         )
 
 

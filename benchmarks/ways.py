@@ -1,18 +1,16 @@
-"""Predicted steps of engines and ways to train that are no layout of this library, and what a start sends."""
+"""Predicted steps of engines and ways to train that are no layout of this library."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
+from hvd_ckpt.distributed.tree import SMALL_BYTES
 from hvd_ckpt.prediction.network import SMALL, SPLIT, WORD, Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import TrainingLayout
-from hvd_ckpt.sharding.tree import SMALL_BYTES
 from hvd_ckpt.utils.text import STAGES
 
-SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
 SHARDED = {"ddp": "none", "fsdp2": "parameters", "ring": "gradients"}  # by other engines; ring is ZeRO-2
 
 
@@ -59,7 +57,7 @@ class Rings(Sending):
 
 
 class Replicas(Sending):
-    """Logical replicas, whose sums travel as drawn in :mod:`hvd_ckpt.sharding.tree`."""
+    """Logical replicas, whose sums travel as drawn in :mod:`hvd_ckpt.distributed.tree`."""
 
     _after = 0.0  # a collective whose result is sent
 
@@ -88,37 +86,15 @@ class Replicas(Sending):
         super().wait(*ends, *gathered)
 
 
-@dataclass(frozen=True)
-class StartingNetwork(Network):
-    """A network with the messages of a start.
-
-    Attributes:
-        one_level: reduce-scatters do not add up within hosts first.
-    """
-
-    one_level: bool = False
+class OneLevel(Network):
+    """A network whose reduce-scatters do not add up within hosts first."""
 
     def in_levels(self, nbytes: float, ranks: int) -> bool:
-        return not self.one_level and super().in_levels(nbytes, ranks)
-
-    def broadcast(self, nbytes: float, ranks: int) -> float:
-        """Over MPI along a chain, in segments; over Gloo along a tree, in whole, at last by all ranks of a host at a time."""
-        if ranks == 1:
-            return 0.0
-        if self.controller == "mpi":
-            segment = min(nbytes, SEGMENT)
-            hops = (ranks - 1) * self.local_latency + (-(-ranks // self.local) - 1) * self._hop(segment, True)
-            rate = self.bandwidth if ranks > self.local else self.local_bandwidth
-            return hops + nbytes / rate
-        return self.doubling(nbytes, ranks)
-
-    def objects(self, nbytes: float, ranks: int) -> float:
-        """Pickled values, of which each rank gets all: their sizes, then they."""
-        return self.allreduce(WORD * ranks, ranks) + self.ring(nbytes * ranks, ranks)
+        return False
 
 
 def step_in(way: str, sizes: ModelSizes, layout: TrainingLayout, network: Network) -> Sending:
-    """A step in one of the ways of :data:`hvd_ckpt.prediction.training_layout.WAYS`."""
+    """A step in one of the ways of :data:`benchmarks.suites.scale.WAYS`."""
     shard = SHARDED.get(way, way if way in STAGES else "none")
     layout = dataclasses.replace(layout, shard=shard, every=layout.every if way == "local" else 0)
     kind = Rings if way in SHARDED else Replicas if way == "replicas" else Sending

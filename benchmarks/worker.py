@@ -37,7 +37,7 @@ class Training:
         engine, model, optimizer: of the case.
         model_bytes: of all parameters.
         parts: the micro-batches of this step.
-        steps: taken so far; ``last_loss``: of the last one.
+        losses: the mean loss of each step so far.
     """
 
     def __init__(self, case: Case, job: MeasuredJob) -> None:
@@ -47,13 +47,14 @@ class Training:
         self.engine = find_engine(case.engine)(**options)
         self.engine.device = own_device(job.device)
         self.engine.start(job.folder)
-        self._job, self.steps, self.last_loss = job, 0, 0.0
+        self._job, self.losses = job, list[float]()
         suite = find_suite(job.suite)
         self.engine.workload = self.workload
         self.parts = self.batches(0)
         self.engine.example = self.parts[0]
         torch.manual_seed(job.seed + 1)
-        model: Any = self.workload.model().to(self.engine.device)
+        with self.engine.building():
+            model: Any = self.workload.model().to(self.engine.device)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if recompute:
             way = Recompute(Cell(case.workload, "non-reentrant", 1), self.engine)
@@ -67,24 +68,24 @@ class Training:
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step."""
-        engine, first = self.engine, step * self._passes
-        numbers = [(first + each) * engine.size + engine.rank for each in range(self._passes)]
-        drawn = [self.workload.draw(number, self._job.seed) for number in numbers]
+        engine = self.engine
+        first = (step * engine.size + engine.rank) * self._passes
+        drawn = [self.workload.draw(first + each, self._job.seed) for each in range(self._passes)]
         return [(inputs.to(engine.device), targets.to(engine.device)) for inputs, targets in drawn]
 
     def prepare(self) -> None:
         """What comes before a step and is no part of its time: the batch, the learning rate, and what the engine needs."""
         if self.workload.changes:
-            self.parts = self.batches(self.steps)
+            self.parts = self.batches(len(self.losses))
         if self._schedule is not None:
-            self._schedule.apply(self.optimizer, min(self.steps, self._job.steps - 1))
+            self._schedule.apply(self.optimizer, min(len(self.losses), self._job.steps - 1))
         self.engine.prepare(self.model)
 
     def accumulate(self) -> float:
         """Forward and backward passes of a prepared step, until the gradients are ready; returns the mean loss."""
         losses = [functools.partial(self.loss, *part) for part in self.parts]
-        self.last_loss = self.engine.accumulate(self.model, self.optimizer, losses)
-        return self.last_loss
+        self.losses.append(self.engine.accumulate(self.model, self.optimizer, losses))
+        return self.losses[-1]
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a micro-batch."""
@@ -93,7 +94,6 @@ class Training:
     def update(self) -> None:
         """The optimizer's step."""
         self.engine.update(self.model, self.optimizer)
-        self.steps += 1
 
     def step(self) -> float:
         """A whole step; returns its seconds from when it is prepared."""

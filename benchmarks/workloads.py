@@ -121,6 +121,16 @@ def _sequences(generator: torch.Generator, batch: int, length: int, width: int, 
     return torch.randn(batch, length, width, generator=generator), torch.arange(batch) % CLASSES
 
 
+def _vectors(generator: torch.Generator, batch: int, width: int, **_: Any) -> Sample:
+    return torch.randn(batch, width, generator=generator), torch.arange(batch) % CLASSES
+
+
+def linear(width: int, layers: int) -> nn.Sequential:
+    """Linear layers between two blocks without parameters, so that all of these are inner blocks."""
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(nn.Identity(), *blocks, nn.Identity())
+
+
 def narrow(layers: int, channels: int) -> nn.Module:
     """DenseNet-BC of three blocks of narrow layers."""
     shape = DenseNetShape(growth=12, blocks=(layers,) * 3, initial=24, large_images=False)
@@ -157,13 +167,14 @@ WORKLOADS: dict[str, RandomBatch] = {
     "gpt-recomputed": RandomBatch(
         f"{_MODELS}.gpt:gpt", _continued, {**_TRANSFORMER, "checkpoint_interval": 1}
     ),
-    "bert": RandomBatch(f"{_MODELS}.bert:bert", _masked, _BERT),
+    "bert": RandomBatch(f"{_MODELS}.transformer:bert", _masked, _BERT),
     "densenet": RandomBatch(f"{_MODELS}.densenet:densenet", _images, {"batch": 4, "depth": 100, **_IMAGES}),
     "resnet": RandomBatch(f"{_MODELS}.resnet:resnet", _images, {"batch": 32, "depth": 56, **_IMAGES}),
     "lstm": RandomBatch(f"{_MODELS}.lstm:lstm_language_model", _continued, _LSTM),
     "densenet-narrow": RandomBatch(f"{__name__}:narrow", _images, _NARROW),
     "transformer": RandomBatch(f"{__name__}:encoder", _sequences, _ENCODER),
-    "text": Text(f"{_MODELS}.gpt:gpt", _continued, {**_GPT, "text": ""}, changes=True),
+    "linear": RandomBatch(f"{__name__}:linear", _vectors, {"batch": 256, "width": 2048, "layers": 16}),
+    "text": Text(f"{_MODELS}.gpt:gpt", _continued, {**_GPT, "dropout": 0.0, "text": ""}, changes=True),
 }
 
 

@@ -73,6 +73,12 @@ from hvd_ckpt.collectives.scatter import (
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
 )
+from hvd_ckpt.distributed.averaging import (
+    AveragedWeights as AveragedWeights,
+)
+from hvd_ckpt.distributed.clipping import (
+    clip_grad_norm_ as clip_grad_norm_,
+)
 from hvd_ckpt.distributed.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )
@@ -169,12 +175,6 @@ from hvd_ckpt.reduction.consistency import (
 )
 from hvd_ckpt.reduction.stats import (
     ReductionStats as ReductionStats,
-)
-from hvd_ckpt.sharding.averaging import (
-    AveragedWeights as AveragedWeights,
-)
-from hvd_ckpt.sharding.clipping import (
-    clip_grad_norm_ as clip_grad_norm_,
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,

@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,11 @@ class Kind:
     """Where two functions are: ``draw(seed, ranks, of)`` makes a case, and ``check(case)`` returns what is wrong with it.
 
     Of a kind on ranks, ``of`` is the number of parts, and ``check`` is collective; other kinds start their own ranks, and ``of`` is
-    the controller. Cases get smaller where there is a ``smaller(case)``, which yields those with one thing less.
+    the controller.
 
     Attributes:
         folder: where their modules lie.
-        drawing, checking, shrinking: modules; ``checking`` is by default the first.
+        drawing, checking: modules; ``checking`` is by default the first.
         parts: what divides the ranks.
         seconds: a case that says nothing for so long is ended.
     """
@@ -58,7 +58,6 @@ class Kind:
     folder: str
     drawing: str
     checking: str = ""
-    shrinking: str = ""
     parts: str = "tensor"
     on_ranks: bool = True
     seconds: float = 60.0
@@ -78,19 +77,15 @@ class Kind:
         """What is wrong with a case, and notes."""
         return importlib.import_module(self.checking or self.drawing).check(case)
 
-    def smaller(self, case: Any) -> Iterator[Any]:
-        """Cases with one thing less, the largest things first."""
-        return importlib.import_module(self.shrinking).smaller(case) if self.shrinking else iter(())
-
 
 KINDS = {
     "core": Kind(
         "training programs, which end as in one process, resumed, and without recomputation",
-        "differential", "drawing", "checking", "shrinking",
+        "differential", "drawing", "checking",
     ),
-    "named": Kind("training programs with a name", "differential", "named", "checking", "shrinking"),
+    "named": Kind("training programs with a name", "differential", "named", "checking"),
     "acts": Kind(
-        "programs in which users act by hand", "differential", "drawing_acts", "checking_acts", "shrinking"
+        "programs in which users act by hand", "differential", "drawing_acts", "checking_acts"
     ),
     "lightning": Kind("loops of Lightning", "differential", "lightning_loops"),
     "transformers": Kind("loops of the Trainer of transformers", "differential", "transformers_loops"),
@@ -108,8 +103,8 @@ KINDS = {
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        log, kind, ranks, parts, controller, how, *seeds = sys.argv[2:]
-        work = Work(Path(log), KINDS[kind], (int(ranks), int(parts), controller), how == "shrink")
+        log, kind, ranks, parts, controller, *seeds = sys.argv[2:]
+        work = Work(Path(log), KINDS[kind], (int(ranks), int(parts), controller))
         work.run(list(map(seed_of, seeds)))
         return 0
     kinds = "\n".join(f"    {name:14}{kind.what}" for name, kind in KINDS.items())
@@ -125,12 +120,9 @@ def main() -> int:
     parser.add_argument("--stall", type=float, help="seconds after which a case is ended")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further case begins")
     parser.add_argument("--only", type=seed_of, metavar="SEED", help="this case alone, printed")
-    parser.add_argument("--shrink", action="store_true", help="print the smallest case that fails like it")
     options = parser.parse_args()
     kind = KINDS[options.kind]
-    job = Job(
-        options.kind, options.np, options.parts, options.controller, options.stall or kind.seconds, options.shrink
-    )  # fmt: skip
+    job = Job(options.kind, options.np, options.parts, options.controller, options.stall or kind.seconds)
     began = time.monotonic()
     until = began + 60 * options.minutes
     seeds: list[Seed] = list(range(options.seed, options.seed + options.number))
@@ -178,15 +170,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Job:
-    """How cases are run: of which kind, on how many ranks, in how many parts, over what, for how many seconds each at
-    most, and whether they are made smaller."""
+    """How cases are run: of which kind, on how many ranks, in how many parts, over what, for how many seconds each at most."""
 
     kind: str
     ranks: int
     parts: int
     controller: str
     stall: float
-    shrink: bool
 
     def run(self, seeds: Sequence[Seed], until: float = float("inf")) -> Found:
         """Runs cases until one of them ends the job, or the time is up. Prints their notes."""
@@ -218,13 +208,7 @@ class Job:
     def _start(self, log: Path, seeds: Sequence[Seed], output: Any) -> subprocess.Popen[str]:
         from controllers import start_ranks
 
-        words = (
-            self.kind,
-            str(self.ranks),
-            str(self.parts),
-            self.controller,
-            "shrink" if self.shrink else "check",
-        )
+        words = self.kind, str(self.ranks), str(self.parts), self.controller
         environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
         return start_ranks(
             self.ranks, Path(__file__), "--worker", str(log), *words, *map(str, seeds),
@@ -255,8 +239,8 @@ class Job:
 class Work:
     """One process of a job: checks the cases of seeds, and adds lines to the log (rank 0)."""
 
-    def __init__(self, log: Path, kind: Kind, place: tuple[int, int, str], shrink: bool) -> None:
-        self.kind, self.shrink = kind, shrink
+    def __init__(self, log: Path, kind: Kind, place: tuple[int, int, str]) -> None:
+        self.kind = kind
         self._log, self._place, self._number = log, place, 0
 
     def run(self, seeds: Sequence[Seed]) -> None:
@@ -278,52 +262,21 @@ class Work:
         gc.freeze()  # programs collect garbage often
         for seed in seeds:
             self._tell("begin", seed)
-            failures = []
             try:
-                case = self.kind.draw(seed, *self._place)
-                for text in self.kind.check(case):
+                for text in self.kind.check(self.kind.draw(seed, *self._place)):
                     self._tell("note" if isinstance(text, Note) else "fail", text)
-                    failures += [text] * (not isinstance(text, Note))
             except BaseException:
                 with open(f"{self._log}.{self._number}", "w") as file:
                     traceback.print_exc(file=file)
                 if not self.kind.on_ranks:
                     raise
                 os._exit(1)  # the other ranks may wait
-            if failures and self.shrink:
-                self._tell("fail", pprint.pformat(self._shrunk(case, failures), width=140))
             self._tell("end")
 
     def _tell(self, *words: Any) -> None:
         if self._number == 0:
             with open(self._log, "a") as file:
                 file.write(f"{json.dumps(words)}\n")
-
-    def _shrunk(self, case: Any, failures: Iterable[str]) -> Any:
-        """The smallest case with one of the same failures; those that raise are left out."""
-        wanted = set(map(_form, failures))
-
-        def fails(candidate: Any) -> bool:
-            self._tell("try")
-            try:
-                return not wanted.isdisjoint(map(_form, self.kind.check(candidate)))
-            except Exception:
-                return False
-
-        return smallest(case, self.kind.smaller, fails)
-
-
-def _form(failure: str) -> str:
-    """What two failures that are alike have in common."""
-    return failure.split(":")[min(failure.count(":"), 1)]
-
-
-def smallest(case: Any, smaller: Callable[[Any], Iterator[Any]], fails: Callable[[Any], bool]) -> Any:
-    """The smallest case that still fails, as it is found by one change after the other."""
-    for candidate in smaller(case):
-        if fails(candidate):
-            return smallest(candidate, smaller, fails)
-    return case
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ library's replicas."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +31,7 @@ class Stage(HvdCkpt):
 
     Args:
         shard: the stage, from 1 to 3; other options may be those of ``hc.Shard``, too.
-        offload: ``optimizer``, whose state is then on disk.
+        offload: ``optimizer``, whose state is then on disk, or ``parameters``, too, where the model is built.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"master_weights": False}
@@ -37,13 +40,17 @@ class Stage(HvdCkpt):
     def start(self, folder: Path) -> None:
         super().start(folder)
         self._folder = folder / "offload"
+        self._folder.mkdir(exist_ok=True)
+
+    def building(self) -> AbstractContextManager[Any]:
+        on_disk = self.options.get("offload") == "parameters"
+        return hc.init_on_disk(self._folder) if on_disk else super().building()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         # A chain that recomputes its blocks makes them units by itself.
         if self.options["shard"] == 3 and not isinstance(model, Chain):
             self.options["units"] = units_of(model)
         if "offload" in self.options:
-            self._folder.mkdir(exist_ok=True)
             self.options["offload_folder"] = self._folder
         options = dict(self.options)
         names = {field.name for field in dataclasses.fields(hc.Shard)} & options.keys()
@@ -67,20 +74,21 @@ class Stage(HvdCkpt):
 
 
 class Replicas(HvdCkpt):
-    """This library with as many logical replicas as ranks."""
+    """This library with logical ``replicas``, by default as many as ranks, among which a rank's micro-batches are divided."""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        self.options = {"model": model, "replicas": self.size}
+        self.options = {"replicas": self.size, **self.options, "model": model}
         return super().wrap(model, optimizer)
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
         optimizer.zero_grad()
-        mean = 0.0
-        for backward_pass in optimizer.local_replicas():
-            with backward_pass:
-                mean += sum(run_backward(loss, len(losses)) for loss in losses)
+        parts, each = iter(losses), len(losses) // len(optimizer.replicas.indices)
+        means = []
+        for replica in optimizer.local_replicas():
+            with replica:
+                means.append(sum(run_backward(loss, each) for loss in itertools.islice(parts, each)))
         optimizer.synchronize()
-        return mean
+        return statistics.fmean(means)
 
 
 class Zero(DDP):

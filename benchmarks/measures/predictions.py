@@ -1,4 +1,4 @@
-"""Predictions by :mod:`hvd_ckpt.prediction`: layouts of clusters, steps and starts of large jobs, and steps on hosts."""
+"""Predictions by :mod:`hvd_ckpt.prediction`: layouts of clusters, steps of large jobs, and steps on hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.case import Case, Found, MeasuredJob, Row
 from benchmarks.suites.clusters import CLUSTER
 from benchmarks.suites.scale import split_of
 from benchmarks.suites.scale_on_hosts import LOCAL, WAYS
-from benchmarks.ways import StartingNetwork, efficiency, step_in
+from benchmarks.ways import OneLevel, efficiency, step_in
 from benchmarks.workloads import workload
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
 from hvd_ckpt.planning.step import Sample
@@ -22,14 +22,9 @@ from hvd_ckpt.prediction.computation import counted
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import BASELINES, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 from hvd_ckpt.processes.runtime import allowed_cpus
 
-# Measured on one core of a virtual machine:
-UNPICKLING = 5e-6  # seconds, of a small object
-CONNECTING = 350e-6  # seconds that the launcher's server takes for one question of a rank
-# Assumed:
-IMPORTING = 5.0  # seconds, of Python, PyTorch and Horovod
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, without the headers of TCP, IP and Ethernet
 
 
@@ -74,16 +69,14 @@ def layouts_of(tflops: float, shape: tuple[tuple[str, Any], ...]) -> tuple[Layou
 
 
 def step_of(job: MeasuredJob, case: Case) -> Found:
-    """A step and a start; of local SGD a step is the mean up to an average."""
+    """A step; of local SGD the mean up to an average."""
     sizes = case.sizes
     gigabits = {f"{where}bandwidth": sizes[f"{where}link"] * 1e9 / 8 for where in ("", "local_")}
     times = {name: sizes[name] * 1e-6 for name in ("latency", "local_latency", "message")}
-    network = StartingNetwork(
-        sizes["local"], controller=case.controller, one_level=bool(sizes["one_level"]), **gigabits, **times
-    )
+    kind = OneLevel if sizes["one_level"] else Network
+    network = kind(sizes["local"], controller=case.controller, **gigabits, **times)
     shape = {name: sizes[name] for name in ("vocabulary", "length", "width", "heads", "layers")}
     model = sizes_of(sizes["tflops"], sizes["batch"], **shape)
-    other = case.engine in BASELINES
     step = step_in(case.engine, model, split_of(case), network)
     steps = sizes["every"] if case.engine == "local" else 1
     return {
@@ -91,7 +84,6 @@ def step_of(job: MeasuredJob, case: Case) -> Found:
         "efficiency": efficiency(step),
         "communicating": step.communicating / steps,
         "sent": step.sent / steps,
-        "start": None if other else start(case.engine, model.model, network, case.np),
     }
 
 
@@ -114,20 +106,6 @@ def sizes_of(tflops: float, batch: int, **shape: Any) -> ModelSizes:
     # The recomputation takes one forward pass, and the gradients of inputs and of weights another one each.
     backward = [3 * seconds for seconds in forward]
     return ModelSizes(model, forward, backward, activation=tokens * width * 4)
-
-
-def start(way: str, model: nn.Module, network: StartingNetwork, ranks: int) -> float:
-    """Seconds from the launch to the first step: processes, the comparison of all options and parameters, and rank 0's weights.
-
-    Over Gloo each rank asks the launcher's server for the address of each other rank. Over MPI connections are made when they are
-    needed.
-    """
-    processes = IMPORTING + (ranks**2 * CONNECTING if network.controller == "gloo" else 0.0)
-    objects = network.objects(512, ranks) + ranks * UNPICKLING
-    # The optimizer broadcasts in some ways, and the user's own call in all.
-    copies = 2 if way in ("optimizer", "gradients", "local") else 1
-    weights = sum(network.broadcast(parameter.nbytes, ranks) for parameter in model.parameters())
-    return processes + 2 * objects + network.agreement(ranks) + copies * weights
 
 
 def step_on_hosts(row: Row, rows: Sequence[Row]) -> float | None:

@@ -56,8 +56,11 @@ class _Run:
         if way == "dcp":
             return _distributed({"weights": weights, "replicated": state}, self.folder / f"{self.number}")
         writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
-        ranges = [Range.of(f"weights/{name}", one) for name, one in weights.items()]
-        writer.begin(self.number, SavedState(state, None, ranges))
+        tensors = {f"weights/{name}": one for name, one in weights.items()}
+        for number, kept in state["state"].items():
+            tensors |= {f"optimizer.{key}/{number}": value for key, value in kept.items()}
+        ranges = [Range.of(name, one) for name, one in tensors.items()]
+        writer.begin(self.number, SavedState(None, None, ranges))
 
         def is_written() -> bool:
             writer.check()

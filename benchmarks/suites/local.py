@@ -40,7 +40,7 @@ def sent_by_synchronous(row: Row, rows: Sequence[Row]) -> Any:
 
 local = Suite(
     engines=(
-        *("hvd_ckpt", "local-10", "local-50", "averager", "diloco-10", "diloco-50", "diloco-100", "torchft"),
+        *("hvd_ckpt", "local-10", "local-50", "averager", "diloco-10", "diloco-50", "diloco-100"),
         *("fragments-50", "int8-50"),
     ),
     workloads=("text",),

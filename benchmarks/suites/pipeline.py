@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.case import Case, Row
+from benchmarks.quartiles import quartiles_of_ratios
 from benchmarks.suite import Axis, Suite
-from hvd_ckpt.app.compare.runner.stats import quartiles_of_ratios
 
 MICRO_BATCHES = 8
 

@@ -14,7 +14,24 @@ from benchmarks.pictures import Lines, Point
 from benchmarks.suite import Suite
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.report import in_mib
-from hvd_ckpt.prediction.training_layout import BASELINES, WAYS, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
+
+WAYS = {
+    "none": 'shard="none"',
+    "optimizer": 'shard="optimizer"',
+    "gradients": 'shard="gradients"',
+    "parameters": 'shard="parameters"',
+    "replicas": "replicas=",
+    "local": "local SGD",
+    "stages": "stages=",
+    "tensor": "tensor=",
+    "ddp": "PyTorch DDP",
+    "fsdp2": "PyTorch FSDP2",
+    "ring": "ring reduce-scatter",
+}
+"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
+Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
+BASELINES = ("ddp", "fsdp2", "ring")
 
 SIZES: dict[str, Any] = {
     "batch": 1,  # sequences of a rank in a step
@@ -75,7 +92,6 @@ scale = Suite(
         figure("efficiency", "efficiency", ".1%"),
         figure("communication s", "communicating", ".3f"),
         figure("sent MiB", "sent", in_mib(",.0f")),
-        figure("start s", "start", ".1f"),
     ),
     against={"of FSDP2": ratio_to("fsdp2", "communicating")},
     keeps=keeps,
@@ -90,7 +106,7 @@ scale = Suite(
     notes=(
         "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
         "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",
-        "sent MiB: of a rank in a step. start s: imports, connections, agreement on options and the broadcast of weights.",
+        "sent MiB: of a rank in a step.",
         "ddp, fsdp2, ring: other engines, predicted with ring collectives that wait for no cycle.",
     ),
 )

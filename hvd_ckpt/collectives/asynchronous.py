@@ -15,9 +15,10 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
 from hvd_ckpt.collectives.agreement import LARGEST, allgather_objects
+from hvd_ckpt.processes.watchdog import waiting
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
-from hvd_ckpt.utils.waits import looks, waiting_for
+from hvd_ckpt.utils.waits import looks
 
 LONG_SECONDS = 10.0
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
@@ -32,7 +33,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
         name: name of the tensor; the watchdog reads it from the stack.
         awaited: in words what is waited for, which it says in place of that.
     """
-    with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
+    with span("wait", lambda: f"wait for {name}"), waiting(awaited):
         begun = time.monotonic()
         for _ in looks(handle, mpi_ops.mpi_lib):
             if mpi_ops.poll(handle):

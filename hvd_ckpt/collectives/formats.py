@@ -25,31 +25,38 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class WireFormat:
-    """``fp32``: elements are sent unchanged, in any dtype; and the base class of the other formats.
+    """Elements wider than ``dtype`` are sent as ``dtype``, and others unchanged; the base class of the blockwise formats.
 
     A flat run of ``rows * m`` elements becomes ``rows`` equal rows of the wire, which can be sent and decoded one by one.
+
+    Args:
+        dtype: a floating point type; None for ``fp32``, which sends all elements unchanged, in any dtype.
 
     Attributes:
         bytes_per_element: bytes that are sent for a float32 element (for int8: with the scales).
     """
 
-    name = "fp32"
-    bytes_per_element = 4.0
+    def __init__(self, name: str = "fp32", dtype: torch.dtype | None = None) -> None:
+        self.name, self._dtype = name, dtype
+        self.bytes_per_element = float(self.row_bytes(1, torch.float32))
 
     def __repr__(self) -> str:
         return f"<communication format {self.name}>"
 
     def changes(self, dtype: torch.dtype) -> bool:
         """True if elements of ``dtype`` are encoded; False if they are sent unchanged."""
-        return False
+        return self._dtype is not None and dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
+
+    def _sent_as(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and self.changes(dtype) else dtype
 
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes on the wire of ``numel`` elements in one row."""
-        return numel * dtype.itemsize
+        return numel * self._sent_as(dtype).itemsize
 
     def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
         """The wire [rows, any] of ``flat`` [rows * m]: its own storage if it is sent unchanged."""
-        return flat.view(rows, -1)
+        return flat.to(self._sent_as(flat.dtype)).view(rows, -1)
 
     def decode(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
         """Writes the elements of ``wire`` [rows, any] to ``flat`` [rows * m], in its dtype."""
@@ -85,25 +92,6 @@ class WireFormat:
         return piece if piece.dtype == space.dtype else space.copy_(piece)
 
 
-class _Narrowed(WireFormat):
-    """Elements wider than ``dtype`` are sent as ``dtype``, and others unchanged."""
-
-    bytes_per_element = 2.0
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self._dtype = dtype
-
-    def changes(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
-
-    def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * (self._dtype if self.changes(dtype) else dtype).itemsize
-
-    def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
-        return (flat.to(self._dtype) if self.changes(flat.dtype) else flat).view(rows, -1)
-
-
 class _Blockwise(WireFormat):
     """8 or 4 bits an element, and one float32 scale for each block: its largest magnitude, over the largest level (127 or 7).
 
@@ -112,9 +100,9 @@ class _Blockwise(WireFormat):
     """
 
     def __init__(self, name: str, bits: int, block: int) -> None:
-        self.name = name
-        self.bytes_per_element = bits / 8 + 4.0 / block
         self._packs, self._block = 8 // bits, block
+        super().__init__(name)
+        self.bytes_per_element = bits / 8 + 4.0 / block
         self._largest = float(2 ** (bits - 1) - 1)
 
     def changes(self, dtype: torch.dtype) -> bool:
@@ -205,8 +193,8 @@ def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 FP32 = WireFormat()
-FP16 = _Narrowed("fp16", torch.float16)
-BF16 = _Narrowed("bf16", torch.bfloat16)
+FP16 = WireFormat("fp16", torch.float16)
+BF16 = WireFormat("bf16", torch.bfloat16)
 INT8 = _Blockwise("int8", 8, BLOCK)
 INT4 = _Blockwise("int4", 4, 64)
 

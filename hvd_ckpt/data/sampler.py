@@ -8,8 +8,9 @@ The position in the data is one integer, the number of samples consumed, from wh
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -201,6 +202,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         TypeError: ``batch_sampler`` is not a :class:`DistributedSampler`.
     """
 
+    batch_sampler: DistributedSampler
+    generator: torch.Generator
+
     def __init__(self, dataset: Any, batch_sampler: DistributedSampler, **options: Any) -> None:
         if not isinstance(batch_sampler, DistributedSampler):
             raise TypeError(
@@ -211,7 +215,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def __iter__(self) -> Any:
-        sampler: Any = self.batch_sampler
+        sampler = self.batch_sampler
         position = sampler.position
         # A generator of its own, seeded by the position: PyTorch's loader draws the
         # seeds of its workers from it, and a resumed run draws the same.
@@ -224,9 +228,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """The state of the sampler."""
-        sampler: Any = self.batch_sampler
-        state: dict[str, int] = sampler.state_dict()
-        return state
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resumes from a position in the next iteration.
@@ -234,8 +236,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             ValueError: as in :meth:`DistributedSampler.load_state_dict`.
         """
-        sampler: Any = self.batch_sampler
-        sampler.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
 
 
 def batches_of_rank(
@@ -265,7 +266,9 @@ def batches_of_rank(
         position: number of samples that all ranks together have consumed before.
         parts: number of consecutive parts of each global batch that a rank has: its logical replicas, or 1.
     """
-    own, count, length = range(rank * parts, (rank + 1) * parts), batch * size * parts, sampler.length
+    own, count = range(rank * parts, (rank + 1) * parts), batch * size * parts
+    end = sys.maxsize if sampler.length is None else sampler.length
+    starts = range(position, end, count)
 
     def make(position: int, part: int) -> tuple[Batch, int]:
         indices, epochs = sampler.part(position, count, part, size * parts)
@@ -274,19 +277,16 @@ def batches_of_rank(
             indices, epochs = sampler.part(position, 1, 0, 1)
         return dataset.batch(indices, epochs), samples
 
-    def starts() -> Iterable[int]:
-        return itertools.count(position, count) if length is None else range(position, length, count)
-
     # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
     thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
     try:
-        requests = (thread.submit(make, start, part) for start in starts() for part in own)
+        requests = (thread.submit(make, start, part) for start in starts for part in own)
         requested = deque(itertools.islice(requests, PREFETCHED))
-        for start in starts():
+        for start in starts:
             made = []
             for _ in own:
                 made.append(requested.popleft().result())
                 requested.extend(itertools.islice(requests, 1))
-            yield made, start + count if length is None else min(start + count, length)
+            yield made, min(start + count, end)
     finally:
         thread.shutdown(cancel_futures=True)

@@ -16,7 +16,9 @@ from hvd_ckpt.collectives.agreement import broadcast_from
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.collectives.process_sets import check_within, hosts_of, process_sets_of, rank_groups, release
 from hvd_ckpt.distributed.options import Options
+from hvd_ckpt.distributed.replica_reducers import ReplicaReducer, ShardReplicaReducer
 from hvd_ckpt.distributed.replicas import Replicas, check_replicas
+from hvd_ckpt.distributed.tree import TreeCommunicator
 from hvd_ckpt.offload.host_memory import OffloadError
 from hvd_ckpt.offload.shards import Offload, raised_everywhere
 from hvd_ckpt.reduction.buckets import MEBIBYTE, is_packed
@@ -29,10 +31,8 @@ from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
-from hvd_ckpt.sharding.replicas import ReplicaReducer, ShardReplicaReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.surface import on_pieces
-from hvd_ckpt.sharding.tree import TreeCommunicator
 from hvd_ckpt.sharding.units import check_memory, find_units
 from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.elementwise import check_elementwise

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,8 @@ class Options:
             for field in dataclasses.fields(of)
             if field.name not in of_rank
         }
-        options.update(op=OPERATIONS.get(self.op, self.op), shard=self.shard.name)
+        op = OPERATIONS.get(self.op, self.op) if isinstance(self.op, Hashable) else self.op
+        options.update(op=op, shard=self.shard.name)
         extended = self.replicas is not None or options["shard"] != "none"
         groups = self.groups
         if isinstance(groups, list) and known_names is not None:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
-from hvd_ckpt.sharding.replicas import ComputesReplicas
-from hvd_ckpt.sharding.tree import TreeCommunicator
+from hvd_ckpt.collectives.asynchronous import ranks_of
+from hvd_ckpt.distributed.replica_reducers import ComputesReplicas
+from hvd_ckpt.distributed.tree import TreeCommunicator
+from hvd_ckpt.reduction.broadcast import broadcast_tensors
+from hvd_ckpt.utils.random_sources import global_sources
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.states import Count, Positive, State
 from hvd_ckpt.utils.torch_private import foreach_copy_
@@ -175,18 +178,14 @@ class Replicas:
                 for values_of_one in values_of:  # one that has not changed it yet keeps what all began with
                     if name not in values_of_one:
                         values_of_one[name] = target.detach().clone()
-                values = [each[name].double().view(-1) for each in values_of]
                 if target.is_floating_point():
-                    result = self._communicator.mean(values, f"buffer.{name}")
+                    values = [each[name].double().view(-1) for each in values_of]
+                    target.copy_(self._communicator.mean(values, f"buffer.{name}").view(target.shape))
                 else:
-                    # The mean of the first replica's values and zeros, times their number: exact in
-                    # float64, since the number is a power of two.
-                    first = [
-                        value if index == 0 else torch.zeros_like(value)
-                        for index, value in zip(self._buffers, values)
-                    ]
-                    result = self._communicator.mean(first, f"buffer.{name}") * self.number
-                target.copy_(result.view(target.shape))
+                    target.copy_(values_of[0][name])
+        others = [buffers[name] for name in names if not buffers[name].is_floating_point()]
+        members = self._communicator.process_set
+        broadcast_tensors(others, ranks_of(members)[0], f"{self._communicator.prefix}.buffers", members)
 
     def mean(self, values: Sequence[torch.Tensor | float]) -> float:
         """The mean over all replicas of one number of each, such as a loss, in float64. Collective.
@@ -303,19 +302,13 @@ def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
 def _seeded(seed: int) -> Iterator[None]:
     """A context in which the generators of PyTorch, NumPy and Python are seeded; they are as before after it."""
     uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    devices = torch.cuda.get_rng_state_all() if uses_cuda else []
-    # What torch.manual_seed does, without its search for other kinds of devices, which takes a third of a millisecond.
-    torch.default_generator.manual_seed(seed)
-    if uses_cuda:
-        torch.cuda.manual_seed_all(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
+    with ExitStack() as restored, torch.random.fork_rng(range(torch.cuda.device_count() if uses_cuda else 0)):
+        for source in global_sources():
+            restored.callback(source.restore)
+        # What torch.manual_seed does, without its search for other kinds of devices, which takes a third of a millisecond.
+        torch.default_generator.manual_seed(seed)
         if uses_cuda:
-            torch.cuda.set_rng_state_all(devices)
-        np.random.set_state(numpy)
-        random.setstate(python)
+            torch.cuda.manual_seed_all(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.collectives.agreement import raise_on_replica
 from hvd_ckpt.recompute import verify_recomputation
-from hvd_ckpt.reduction.consistency import check_equal_weights
+from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.reduction.weights import verify_weights
 
 
@@ -39,8 +40,9 @@ def verify(
         process_set: the ranks that compare the model.
 
     Raises:
-        WeightsDiffer: the weights of the model, their names, shapes or dtypes differ. Raised on every rank; names the first
-            parameter in the order of ``named_parameters()``, and the ranks in the minority, with their hosts.
+        WeightsDiffer: the weights of the model, their names, shapes or dtypes differ. Raised on every rank, of every pipeline stage
+            and part; names the first parameter in the order of ``named_parameters()``, and the ranks in the minority, with their
+            hosts.
         ValueError: ``recomputation`` has another value, a parameter has no dense values, or this rank is not in ``process_set``.
     """
     if recomputation is not None:
@@ -48,4 +50,11 @@ def verify(
     if weights is not None:
         verify_weights(weights, ignore=ignore)
     if model is not None:
-        check_equal_weights(model, process_set)
+        difference: Exception | None = None
+        try:
+            check_equal_weights(model, process_set)
+        except (WeightsDiffer, ValueError) as error:
+            difference = error
+        raise_on_replica(
+            difference
+        )  # pipeline stages and parts have worlds of their own, in which their ranks compare

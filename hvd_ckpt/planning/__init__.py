@@ -9,7 +9,6 @@ One file per step:
     trace         the torch functions that a block calls
     candidates    sets of these calls that are worth dropping
     policy        checkpoint policies and their application to modules
-    block_runner  bytes and seconds of a block by itself
     head          the head of a language model and its cross entropy in chunks
     deferred      the logits of that head, in a model whose code stays as it is
     kinds         the policies of a block and their costs, each measured by itself

@@ -20,7 +20,7 @@ from hvd_ckpt.planning.inputs import copied, tensors_of
 from hvd_ckpt.planning.policy import base_class
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
-from hvd_ckpt.recompute.region import is_transformed
+from hvd_ckpt.recompute.reach import is_transformed
 from hvd_ckpt.recompute.sequential import places_of
 from hvd_ckpt.utils.torch_private import is_compiled
 

@@ -23,8 +23,8 @@ class BudgetError(ValueError):
     """No plan fits the budget. The message names the smallest peak and the block that determines it.
 
     Attributes:
-        smallest: the smallest reachable peak in bytes, or a lower bound of it if the budget was refused early.
-        nearest: the measured plan with the smallest peak, or None if the budget was refused before the blocks were measured.
+        smallest: the smallest reachable peak in bytes.
+        nearest: the measured plan with the smallest peak, or None if that does not fit the device.
     """
 
     def __init__(self, message: str, smallest: int, nearest: Plan | None = None) -> None:
@@ -60,12 +60,10 @@ class Budget:
         """Whether the budget is the same number of bytes for every model."""
         return self.kind in ("bytes", "device")
 
-    def bytes(self, baseline: int, smallest: int, device: torch.device) -> int | None:
-        """The budget in bytes above the start of a step; None for the fastest plan."""
+    def bytes(self, baseline: int, device: torch.device) -> int | None:
+        """The budget in bytes above the start of a step, but for ``min``; None for the fastest plan."""
         if self.kind == "fastest":
             return None
-        if self.kind == "min":
-            return smallest
         if self.kind == "share":
             return int(self.value * baseline)
         if self.kind == "device":

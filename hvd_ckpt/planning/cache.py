@@ -90,7 +90,7 @@ def _model(model: nn.Module) -> Iterator[str]:
     kinds: dict[type, None] = {}
     for name, module in model.named_modules():
         kinds.update(dict.fromkeys(type(module).__mro__))
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+        plain = {key: value for key, value in vars(module).items() if _is_plain(value)}
         yield f"{name} {type(module)} {module.extra_repr()} {sorted(plain.items())}"
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -102,6 +102,14 @@ def _model(model: nn.Module) -> Iterator[str]:
 
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*_PLAIN, torch.dtype))
+
+
 _DEPTH = 8  # levels of values that a function refers to
 
 

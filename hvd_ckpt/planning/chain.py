@@ -15,8 +15,8 @@ or a segment that is being recomputed. It runs its items forward in order, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -32,6 +32,7 @@ class Choice:
             and everything that is recomputed.
         casts: further bytes held until the forward pass of all blocks ends: autocast's cache of weights, without what ``kept``
             includes of it.
+        policy: the checkpoint policy under which the block runs; choices are equal if their costs are.
     """
 
     seconds: float
@@ -39,6 +40,17 @@ class Choice:
     forward_peak: int
     backward_peak: int
     casts: int = 0
+    policy: Any = field(default=None, compare=False)
+
+    @property
+    def costs(self) -> tuple[float, int, int, int, int]:
+        """All costs."""
+        return self.seconds, self.kept, self.forward_peak, self.backward_peak, self.casts
+
+    @property
+    def peak(self) -> int:
+        """Most bytes during both passes."""
+        return max(self.forward_peak, self.backward_peak)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,15 @@ def span_of(item: Item) -> range:
     if isinstance(item, Run):
         return range(item.block, item.block + 1)
     return range(span_of(item[0]).start, span_of(item[-1]).stop)
+
+
+def runs_of(item: Item, depth: int = 0) -> Iterator[tuple[Run, int]]:
+    """The runs of an item in order, each with the number of segments around it."""
+    if isinstance(item, Run):
+        yield item, depth
+    else:
+        for inner in item:
+            yield from runs_of(inner, depth + 1)
 
 
 @dataclass(frozen=True)

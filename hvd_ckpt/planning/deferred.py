@@ -8,9 +8,8 @@ vocabulary. Any other function gets the logits themselves, which are then comput
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ _SIZES = {
 _VIEWS = {"contiguous", "flatten", "reshape", "view", "view_as"}  # these keep the order of the elements
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DeferredCall:
     """A call of a linear layer that is not computed yet.
 
@@ -48,6 +47,7 @@ class DeferredCall:
         chunks: number of chunks of the cross entropy.
         grad: whether gradients were enabled.
         versions: versions of the tensors in ``product``, which must not be changed before the loss.
+        uses: gets the uses of the logits, if it is a list.
     """
 
     head: nn.Linear
@@ -55,6 +55,7 @@ class DeferredCall:
     chunks: int
     grad: bool
     versions: tuple[int, ...]
+    uses: list[Use] | None = None
 
     def checked(self) -> Product:
         """The product, whose tensors are unchanged.
@@ -72,9 +73,8 @@ class DeferredCall:
     def with_hidden(self, hidden: Tensor) -> DeferredCall:
         """The same call for other rows, which are a view or a selection of its own."""
         product = self.checked()._replace(hidden=hidden)
-        return DeferredCall(
-            self.head, product, self.chunks, self.grad and torch.is_grad_enabled(), _versions(product)
-        )
+        grad = self.grad and torch.is_grad_enabled()
+        return replace(self, product=product, grad=grad, versions=_versions(product))
 
     def compute(self, product: Product, dtype: torch.dtype) -> Tensor:
         """All logits of a product."""
@@ -91,19 +91,6 @@ class Use:
     dtype: torch.dtype
     targets: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-
-
-_listeners: list[list[Use]] = []
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[Use]]:
-    """A context that collects the uses of deferred logits."""
-    _listeners.append([])
-    try:
-        yield _listeners[-1]
-    finally:
-        _listeners.pop()
 
 
 def defer(
@@ -171,55 +158,47 @@ class _NoValues(torch.autograd.Function):
         return (*(next(gradients) if need else None for need in ctx.needs_input_grad[:3]), None, None)
 
 
-@dataclass(eq=False)
-class _State:
-    """State of deferred logits.
+class DeferredLogits(Tensor):
+    """The result of a :class:`DeferredCall`, which is computed when it is used.
 
     Attributes:
-        call: the call that computes them.
+        call: the call that computes it.
         like: a tensor without memory, with the strides that the logits will have.
-        view: the logits that these are a view of, and the function that takes the view; None for those of the layer itself.
-        result: the logits, once they are computed.
+        view_of: the logits that these are a view of, and the function that takes the view; None for those of the layer itself.
+        computed: the logits, once they are computed.
     """
 
     call: DeferredCall
     like: Tensor
-    view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
-    result: Tensor | None = None
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether neither these logits nor those that they are a view of have been computed."""
-        return self.result is None and (self.view is None or self.view[0].state.is_deferred)
-
-
-class DeferredLogits(Tensor):
-    """The result of a :class:`DeferredCall`, which is computed when it is used."""
-
-    state: _State
+    view_of: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
+    computed: Tensor | None
 
     @staticmethod
     def of(
         call: DeferredCall,
         dtype: torch.dtype,
         like: Tensor | None = None,
-        view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None,
+        view_of: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None,
     ) -> DeferredLogits:
-        """The result of a call, converted to ``dtype``; the other arguments are those of its state."""
+        """The result of a call, converted to ``dtype``; the other arguments are attributes."""
         untraceable(DeferredLogits)
         with torch.set_grad_enabled(call.grad):
             values: Tensor = _NoValues.apply(*call.product[:3], call, dtype)  # type: ignore[no-untyped-call]
             made: Any = values.as_subclass(DeferredLogits)
-        if like is None:
-            like = torch.empty(values.shape, dtype=dtype, device="meta")
-        made.state = _State(call, like, view)
+        made.like = torch.empty(values.shape, dtype=dtype, device="meta") if like is None else like
+        made.call, made.view_of, made.computed = call, view_of, None
         return made  # type: ignore[no-any-return]
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether neither these logits nor those that they are a view of have been computed."""
+        return self.computed is None and (self.view_of is None or self.view_of[0].is_deferred)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], DeferredLogits) and args[0].state.is_deferred:
+        if args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             if name in _SIZES or (name == "__get__" and getattr(func.__self__, "__name__", "") in _FACTS):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -231,29 +210,29 @@ class DeferredLogits(Tensor):
 
     def result(self) -> Tensor:
         """The logits as the layer computes them, which stay in memory from then on."""
-        state, call = self.state, self.state.call
-        if state.result is None:
+        call = self.call
+        if self.computed is None:
             with DisableTorchFunctionSubclass():
                 dtype = self.dtype
             with torch.set_grad_enabled(call.grad):
-                if state.view is None:
-                    for heard in _listeners:
-                        heard.append(Use(call, dtype))
-                    state.result = call.compute(call.checked(), dtype)
+                if self.view_of is None:
+                    if call.uses is not None:
+                        call.uses.append(Use(call, dtype))
+                    self.computed = call.compute(call.checked(), dtype)
                 else:
-                    source, view = state.view
-                    state.result = view(source.result())
-        return state.result
+                    source, view = self.view_of
+                    self.computed = view(source.result())
+        return self.computed
 
     @property
     def hidden(self) -> Tensor:
         """The hidden states that the logits are computed from, (..., width)."""
-        return self.state.call.product.hidden
+        return self.call.product.hidden
 
     @disable_dynamo
     def without_logits(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a function that needs no logits, or those of one chunk at a time; None for any other function."""
-        state, call = self.state, self.state.call
+        call = self.call
         # Three kinds of functions: those that end the chain (cross entropy, argmax), which run chunk by chunk; conversions to the
         # same dtype or to float32; and views and selections of rows, which apply to the hidden states as well. ``like`` follows the
         # views, so that shapes and strides come from PyTorch itself.
@@ -270,18 +249,18 @@ class DeferredLogits(Tensor):
             return DeferredLogits.of(call.with_hidden(call.product.hidden), torch.float32)
         hidden, like = call.product.hidden, None
         if name in _VIEWS:
-            like = func(state.like, *args[1:], **kwargs)
+            like = func(self.like, *args[1:], **kwargs)
             if like.shape[-1:] != shape[-1:] or like.dtype != dtype:
                 return None
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
         elif name == "__getitem__" and self._of_rows(args[1], shape):
             hidden = hidden[args[1]]
-            like = None if isinstance(args[1], Tensor) else state.like[args[1]]
+            like = None if isinstance(args[1], Tensor) else self.like[args[1]]
         else:
             return None
         # A view of the logits stays one: whoever changes the one in place changes the other.
         shares = like is not None and identity_of(like.untyped_storage()) == identity_of(
-            state.like.untyped_storage()
+            self.like.untyped_storage()
         )
         view = (self, lambda result: func(result, *args[1:], **kwargs)) if shares else None
         return DeferredLogits.of(call.with_hidden(hidden), dtype, like, view)
@@ -295,14 +274,14 @@ class DeferredLogits(Tensor):
             return False
         # One length does not tell the last dimension: there may be as many positions as logits, or a slice up to the last logit. An
         # index that keeps it whole does so for one logit more, and takes the same rows.
-        left = self.state.like[index].shape
+        left = self.like[index].shape
         more = torch.empty((*shape[:-1], shape[-1] + 1), device="meta")[index].shape
         return len(left) > 1 and (*left[:-1], left[-1] + 1) == tuple(more) and left[-1:] == shape[-1:]
 
     def _cross_entropy(
         self, shape: torch.Size, dtype: torch.dtype, targets: Any, options: dict[str, Any]
     ) -> Tensor | None:
-        options, call = dict(options), self.state.call
+        options, call = dict(options), self.call
         unusual = [options.pop(name, None) for name in ("weight", "size_average", "reduce")]
         if (
             any(option is not None for option in unusual)
@@ -314,8 +293,8 @@ class DeferredLogits(Tensor):
             or Modes().may_change_results()
         ):
             return None
-        for heard in _listeners:
-            heard.append(Use(call, dtype, targets, options))
+        if call.uses is not None:
+            call.uses.append(Use(call, dtype, targets, options))
         product = call.checked()
         if torch.is_autocast_enabled(product.hidden.device.type):
             dtype = torch.float32
@@ -323,10 +302,10 @@ class DeferredLogits(Tensor):
             return cross_entropy_of(product, targets, call.chunks, dtype, LossOptions(**options))
 
     def _argmax(self, shape: torch.Size) -> Tensor:
-        product = self.state.call.checked()
+        product = self.call.checked()
         with torch.no_grad(), torch.autocast(product.hidden.device.type, enabled=False):
-            parts = product.hidden.flatten(0, -2).tensor_split(self.state.call.chunks)
-            return torch.cat([product.rows(part).argmax(-1) for part in parts if len(part)]).view(shape[:-1])
+            parts = product.hidden.flatten(0, -2).tensor_split(self.call.chunks)
+            return torch.cat([product.rows(part).argmax(-1) for part in parts]).view(shape[:-1])
 
 
 def _versions(product: Product) -> tuple[int, ...]:

@@ -7,15 +7,17 @@ number.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.deferred import Use, listening
+from hvd_ckpt.planning.chain import Choice
+from hvd_ckpt.planning.deferred import DeferredLogits, Use
+from hvd_ckpt.planning.kinds import BlockRunner
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.keeper import saving_nothing
@@ -28,43 +30,33 @@ _LESS = 0.98  # share of the previous peak that a further choice must stay below
 _FACTOR = 4  # from one number of chunks to the next
 
 
-class HeadCost(NamedTuple):
-    """Cost of head and loss by themselves, forward and backward: peak bytes above the start, and seconds."""
-
-    chunks: int | None
-    peak: int
-    seconds: float
-
-
-def head_costs(step: Step, loss: Use) -> list[HeadCost]:
-    """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
+def head_choices(step: Step, loss: Use) -> list[Choice]:
+    """Costs of head and loss by themselves, whole and in each number of chunks that needs less memory than the previous one."""
     head, hidden, targets = loss.call.head, loss.call.product.hidden, loss.targets
     assert targets is not None
 
     def run(hidden: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(head(hidden).to(loss.dtype), targets, **loss.options)
 
-    numbers: list[int | None] = [None]
-    chunks = 1
+    policies, chunks = [KEEP], 1
     while chunks == 1 or len(targets) >= _LEAST_ROWS * chunks:
-        numbers.append(chunks)
+        policies.append(in_chunks(chunks))
         chunks *= _FACTOR
     own = hidden.detach().requires_grad_(hidden.requires_grad)
     runner = BlockRunner(step, run, (own, targets), {})
-    costs: list[HeadCost] = []
-    for number in numbers:
+    choices: list[Choice] = []
+    for policy in policies:
         # The policy is on the module, and the runner gets KEEP: the loss, which
         # the runner takes for a part of the block, makes the chunks.
-        apply_policy(head, KEEP if number is None else in_chunks(number))
+        apply_policy(head, policy)
         try:
             (cost,) = runner.memory([KEEP])
             (seconds,) = runner.seconds([KEEP], 0.0, 1)
         finally:
             remove_policy(head)
-        peak = max(cost.forward_peak, cost.backward_peak)
-        if not costs or peak < _LESS * costs[-1].peak:
-            costs.append(HeadCost(number, peak, seconds))
-    return costs
+        if not choices or cost.peak < _LESS * choices[-1].peak:
+            choices.append(dataclasses.replace(cost, seconds=seconds, policy=policy))
+    return choices
 
 
 def find_head(step: Step) -> tuple[str, Use] | None:
@@ -87,13 +79,18 @@ def find_head(step: Step) -> tuple[str, Use] | None:
     if not candidates:
         return None
     calls: list[nn.Module] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, _: calls.append(module)) for module in candidates
-    ]
+    uses: list[Use] = []
+
+    def called(module: nn.Module, _: Any, output: Any) -> None:
+        calls.append(module)
+        if isinstance(output, DeferredLogits):
+            output.call.uses = uses
+
+    handles = [module.register_forward_hook(called, prepend=True) for module in candidates]
     try:
         for module in candidates:
             apply_policy(module, in_chunks(1))
-        with listening() as uses, saving_nothing():
+        with saving_nothing():
             step.loss()
     except Exception:  # code that needs a graph, or values of the logits
         return None
@@ -104,12 +101,14 @@ def find_head(step: Step) -> tuple[str, Use] | None:
             handle.remove()
     # Deferred logits are used by a cross entropy, and computed for most
     # other functions. One loss and no computation (below) make a head.
-    losses = [use for use in uses if use.targets is not None]
+    found = list(uses)
+    uses.clear()  # calls refer to the list, and it to them
+    losses = [use for use in found if use.targets is not None]
     if len(losses) != 1:
         return None
     (loss,) = losses
     head, product = loss.call.head, loss.call.product
-    if any(use.call.head is head for use in uses if use is not loss):
+    if any(use.call.head is head for use in found if use is not loss):
         return None
     assert loss.targets is not None
     logits = len(loss.targets) * len(product.weight) * loss.dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.recompute.calls import map_tensors
-from hvd_ckpt.recompute.region import reach
+from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 

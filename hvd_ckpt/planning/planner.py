@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, bottleneck
+from hvd_ckpt.planning.chain import Block, Choice, Item, Solution, all_kept, bottleneck
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.policy import without_policies
@@ -70,13 +70,9 @@ class Planner:
 
     Args:
         say: called with a line of text for each measurement.
-        budget: the budget of the first plan. A budget in bytes is refused early if the code around the blocks needs more.
 
     Attributes:
         chain: the measured chain, with a pseudo-block at each end.
-
-    Raises:
-        BudgetError: the budget is refused.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class Planner:
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
         say: Callable[[str], None] = lambda text: None,
-        budget: Given = None,
         blocks: Sequence[str] | None = None,
         autocast: torch.dtype | None = None,
         chunk_head: bool = True,
@@ -94,8 +89,6 @@ class Planner:
         self._step = Step(model, Sample(args, kwargs or {}, loss), autocast)
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say
-        first = parse_budget(budget)
-        limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
         self.chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
@@ -104,15 +97,8 @@ class Planner:
             self._step.note_written()
         # Entered anew: on entry it decides what it will restore, and that includes the parameters that were found to be written.
         with self._measuring():
-            self.profile = Profile(self._step, say, limit, blocks, chunk_head)
+            self.profile = Profile(self._step, say, blocks, chunk_head)
             self._calibrate()
-
-    def bind(self, model: nn.Module, sample: Sample, say: Callable[[str], None]) -> None:
-        """Takes another model and sample for which the measurements of the blocks hold, too."""
-        self._step.bind(model, sample)
-        self._say = say
-        with self._measuring():
-            self._try_kept()
 
     @contextlib.contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -120,11 +106,6 @@ class Planner:
         model = self._step.model
         with without_policies(model), undisturbed(model, self._step.device), verifying("never"):
             yield
-
-    def release(self) -> None:
-        """Keeps the measurements, and no model and sample, until :meth:`bind`."""
-        self._step.release()
-        self._say = lambda text: None
 
     @property
     def baseline(self) -> Cost:
@@ -165,8 +146,7 @@ class Planner:
                 else:
                     if self._recomputes:
                         self._say("checking the plan")
-                        plan = self._as_plan(tried.solution.items)
-                        problem = self.profile.problem(plan, self._kept is not None)
+                        problem = self.profile.problem(tried.solution.items, self._kept is not None)
                 if problem is None:
                     break
                 self._recompute_less(problem)
@@ -207,7 +187,10 @@ class Planner:
         pairs = zip(self.chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         modules = [self._step.model.get_submodule(block.members[0]) for block in blocks]
-        make = functools.partial(self.profile.plan_of, sample=self._sample)
+
+        def make(choices: Sequence[int], **facts: Any) -> Plan:
+            return self.profile.plan_of(self.profile.without_segments(choices), sample=self._sample, **facts)
+
         return layout.plan(chain, modules, parse_budget(budget), self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
@@ -219,7 +202,7 @@ class Planner:
         timelines = {"after": tried.timeline}
         if self._kept is not None:
             timelines["before"] = self._kept.timeline
-        return self._as_plan(
+        return self.profile.plan_of(
             tried.solution.items,
             sample=self._sample,
             notes=(*self.profile.described(), *self._notes),
@@ -237,7 +220,7 @@ class Planner:
             longest, points = MIN_SLOWDOWN * self.baseline.seconds, self._solver.frontier()
             quick = [point for point in points if point.seconds <= longest]
             return min(point.peak for point in quick or points)
-        return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
+        return budget.bytes(self.baseline.peak_bytes, self._step.device)
 
     def _fastest(self, limit: int | None) -> _Tried:
         """The fastest schedule whose measured peak stays within the limit."""
@@ -266,7 +249,7 @@ class Planner:
 
     def _seconds(self, tried: _Tried) -> float:
         """Seconds of a step with the schedule."""
-        with applied(self._step.model, self._as_plan(tried.solution.items)):
+        with applied(self._step.model, self.profile.plan_of(tried.solution.items)):
             return self._step.seconds()
 
     def _within(self, limit: int) -> _Tried:
@@ -330,40 +313,27 @@ class Planner:
         difference is spread over the bytes that the blocks keep.
         """
         self.chain = self.profile.chain
-        self._try_kept()
-        if self._kept is None:
+        solution = all_kept(self.chain)
+        if solution.peak > FITS * free_memory(self._step.device):
+            return  # it might not fit
+        self._say("measuring a step without recomputation")
+        kept = _Tried(solution, *self._peak())
+        if kept.peak == _OUT_OF_MEMORY:
             return
         seconds = min(self._step.seconds() for _ in range(2))
-        kept = sum(block.choices[0].kept for block in self.chain[1:-1])
-        rate = max(seconds - self.baseline.seconds, 0.0) / max(kept, 1)
+        held = sum(block.choices[0].kept for block in self.chain[1:-1])
+        rate = max(seconds - solution.seconds, 0.0) / max(held, 1)
         self.chain = [
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self.chain
         ]
-        solution = all_kept(self.chain)
-        self._kept = self._tried[solution.items] = self._kept._replace(solution=solution)
-
-    def _try_kept(self) -> None:
-        """Measures a step without recomputation, if it fits with certainty and was not measured yet."""
-        solution, known = all_kept(self.chain), self._kept
-        # How much memory is free may have changed since the last plan.
-        self._tried.clear()
-        self._kept = None
-        self.__dict__.pop("_unlimited", None)
-        peak = max(solution.peak, known.peak if known else 0)
-        if peak > FITS * free_memory(self._step.device):
-            return
-        if known is None:
-            self._say("measuring a step without recomputation")
-            known = _Tried(solution, *self._peak())
-        if known.peak != _OUT_OF_MEMORY:
-            self._kept = self._tried[solution.items] = known
+        self._kept = self._tried[solution.items] = kept._replace(solution=all_kept(self.chain))
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule; a second call returns the first result."""
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
-            with applied(self._step.model, self._as_plan(solution.items)):
+            with applied(self._step.model, self.profile.plan_of(solution.items)):
                 self._tried[solution.items] = _Tried(solution, *self._peak())
         return self._tried[solution.items]
 
@@ -375,20 +345,6 @@ class Planner:
             pass
         free_failed_step()
         return _OUT_OF_MEMORY, ()
-
-    def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
-        choices = [0] * len(self.profile.blocks)
-
-        def number(item: Item) -> Any:
-            if isinstance(item, tuple):
-                return tuple(map(number, item))
-            choices[item.block - 1] = item.choice
-            return item.block - 1
-
-        _, *inner, behind = items  # the pseudo-blocks at both ends are in no segment
-        assert isinstance(behind, Run)
-        chunks = self.profile.head_costs[behind.choice].chunks
-        return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
 
 
 def free_failed_step() -> None:

@@ -34,10 +34,11 @@ def _printable(text: str) -> str:
 Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 """A text of a plan file that can be printed."""
 
-_POLICY = "_hvd_ckpt_policy"
-_ITEMS = "_hvd_ckpt_items"
+_POLICY = (
+    "_hvd_ckpt_policy"  # a CheckpointPolicy, or the items of a chain by the name of the first child of each
+)
 _AUTOCAST = "_hvd_ckpt_autocast"
-_ENTRIES = (_POLICY, _ITEMS, _AUTOCAST)
+_ENTRIES = (_POLICY, _AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,9 @@ def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:
     """Makes ``module.forward`` run under ``policy``, in place of an earlier policy."""
     remove_policy(module)
     if policy != KEEP:
-        module.__dict__[_POLICY] = policy
         # A compiled module runs compiled code in place of ``forward``, into which a
         # policy there would be traced. So its policy wraps the whole call.
-        module.__class__ = _with_policy(type(module), "__call__" if is_compiled(module) else "forward")  # type: ignore[arg-type]
+        _put(module, policy, "__call__" if is_compiled(module) else "forward")
 
 
 def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
@@ -99,8 +99,12 @@ def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
             which is recomputed as a whole. Other children are called as before.
     """
     remove_policy(module)
-    module.__dict__[_ITEMS] = {_names(item)[0]: item for item in items}
-    module.__class__ = _chained(type(module))  # type: ignore[arg-type]
+    _put(module, {_names(item)[0]: item for item in items}, "forward")
+
+
+def _put(module: nn.Module, policy: CheckpointPolicy | dict[str, Any], method: str) -> None:
+    module.__dict__[_POLICY] = policy
+    module.__class__ = _with_policy(type(module), method)  # type: ignore[arg-type]
 
 
 def remove_policy(module: nn.Module) -> None:
@@ -153,15 +157,15 @@ def _check_autocast(module: nn.Module) -> None:
 
 def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
     """The modules that share a policy: the module itself, or the children of a chain that run together or in a segment."""
-    if _POLICY in module.__dict__:
+    policy = module.__dict__.get(_POLICY, {})
+    if isinstance(policy, CheckpointPolicy):
         return [[module]]
-    items = module.__dict__.get(_ITEMS, {}).values()
-    return [[module.get_submodule(name) for name in _names(item)] for item in items]
+    return [[module.get_submodule(name) for name in _names(item)] for item in policy.values()]
 
 
 def is_planned(module: nn.Module) -> bool:
     """Whether the module itself, or some of its children together, run under a policy."""
-    return _POLICY in module.__dict__ or _ITEMS in module.__dict__
+    return _POLICY in module.__dict__
 
 
 def in_chunks(chunks: int) -> CheckpointPolicy:
@@ -182,54 +186,31 @@ def base_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
+    """A class like ``base`` whose ``method`` runs under the module's policy. Copies and pickles make the class again."""
     # Made once for each class, so that modules of one class still have one class, by which a plan knows them.
     original = getattr(base, method)
 
+    @functools.wraps(original)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        policy: CheckpointPolicy | None = self.__dict__.get(_POLICY)
+        policy: CheckpointPolicy | dict[str, Any] | None = self.__dict__.get(_POLICY)
         if policy is None:  # a slice of an nn.Sequential has its class alone
             return original(self, *args, **kwargs)
         _check_autocast(self)
+        if isinstance(policy, dict):
+            return _run_chain(places_of(self), policy, *args, **kwargs)
         if policy.chunks is not None:
             return defer(self, original, policy.chunks, args, kwargs)  # type: ignore[arg-type]
         return policy.run(functools.partial(original, self), args, kwargs)
 
-    return _subclass(base, method, functools.wraps(original)(run), (_with_policy, base, method))
-
-
-@functools.cache
-def _chained(base: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: nn.Module, input: Any) -> Any:
-        # Items are known by the name of their first child. Children in no item run as they are, each under its own policy.
-        # A slice has the class alone.
-        items: dict[str, Any] = self.__dict__.get(_ITEMS, {})
-        _check_autocast(self)
-        children = places_of(self)
-        names = list(children)
-        position = 0
-        while position < len(names):
-            item = items.get(names[position], ((names[position],), KEEP))
-            input = _run_item(children, item, input)
-            position += len(_names(item))
-        return input
-
-    return _subclass(base, "forward", forward, (_chained, base))
-
-
-def _subclass(
-    base: type[nn.Module], method: str, function: Callable[..., Any], made_by: tuple[Any, ...]
-) -> type[nn.Module]:
-    """A class like ``base`` with another method. Copies and pickles make the class again by calling ``made_by``."""
-
     def reduce(self: nn.Module, protocol: Any) -> Any:
         getstate = getattr(base, "__getstate__", None)  # with Python 3.10 some classes alone have it
-        return _new, made_by, self.__dict__ if getstate is None else getstate(self)
+        return _new, (base, method), self.__dict__ if getstate is None else getstate(self)
 
     return type(
         base.__name__,
         (base,),
         {
-            method: function,
+            method: run,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -239,10 +220,21 @@ def _subclass(
     )
 
 
-def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
-    kind = maker(*arguments)
+def _new(base: type[nn.Module], method: str) -> nn.Module:
+    kind = _with_policy(base, method)  # type: ignore[arg-type]
     module: nn.Module = kind.__new__(kind)
     return module
+
+
+def _run_chain(children: dict[str, nn.Module], items: dict[str, Any], input: Any) -> Any:
+    # Children in no item run as they are, each under its own policy.
+    names = list(children)
+    position = 0
+    while position < len(names):
+        item = items.get(names[position], ((names[position],), KEEP))
+        input = _run_item(children, item, input)
+        position += len(_names(item))
+    return input
 
 
 def _run_item(children: dict[str, nn.Module], item: Any, input: Any) -> Any:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from hvd_ckpt.planning.blocks import find_blocks
-from hvd_ckpt.planning.budget import BudgetError
-from hvd_ckpt.planning.chain import Block, Choice
-from hvd_ckpt.planning.head import HeadCost, find_head, head_costs, without_head
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, runs_of, span_of
+from hvd_ckpt.planning.head import find_head, head_choices, without_head
 from hvd_ckpt.planning.inputs import in_words
-from hvd_ckpt.planning.kinds import KindProfiler
-from hvd_ckpt.planning.plan import BlockPlan, Plan, applied, blocks_of
-from hvd_ckpt.planning.policy import KEEP, RECOMPUTE, CheckpointPolicy, in_chunks
-from hvd_ckpt.planning.step import Ends, Step
+from hvd_ckpt.planning.kinds import NOTHING, KindProfiler
+from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
+from hvd_ckpt.planning.policy import KEEP
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.memory import free_memory
-from hvd_ckpt.utils.text import show_bytes
 
 FITS = 0.5  # most of the free memory that a step without recomputation may need to be run
 
@@ -33,12 +31,9 @@ class Profile:
     """The measured chain of a model.
 
     Attributes:
-        blocks: the blocks of the chain.
-        policies: by the index of the first block of a kind, the measured policies.
-        head: name of the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
-        head_costs: costs of head and loss for each choice of the last block of ``chain``. The first is without chunks, the last has
-            the smallest peak.
-        chain: the chain for the solver, with a pseudo-block at each end.
+        blocks: the blocks of the chain. The one that has a head in chunks is not among them.
+        chain: the chain for the solver, with a pseudo-block at each end. The choices of the last one are those of head and loss:
+            the first is without chunks, the last has the smallest peak.
         notes: by the index of the first block of a kind, why its choices are limited.
         waiting: for each block, bytes of the gradients of tied parameters that wait during its backward pass.
     """
@@ -47,106 +42,80 @@ class Profile:
     #
     #     1. one forward pass finds the blocks; equal blocks form one kind, and one block of each kind is measured for all
     #     2. the head alone, whole and in chunks
-    #     3. a step that keeps least, to refuse a budget that what runs around the blocks exceeds
-    #     4. each kind of block by itself: a trace gives candidate policies; those that give the right bits are measured
-    #     5. steps of the whole model with the leanest policies: kinds that go wrong in the model are kept whole
-    #     6. steps of the whole model with marks: what runs around the blocks, and how fast blocks are in the model
+    #     3. each kind of block by itself: a trace gives candidate policies; those that give the right bits are measured
+    #     4. steps of the whole model with the leanest policies: kinds that go wrong in the model are kept whole
+    #     5. steps of the whole model with marks: what runs around the blocks, and how fast blocks are in the model
 
     def __init__(
         self,
         step: Step,
         say: Callable[[str], None],
-        limit: int | None,
         blocks: Sequence[str] | None,
         chunk_head: bool,
     ) -> None:
         self.step = step
-        self.chain: list[Block] = []  # empty until everything is measured
-        # By the number of chunks of the head: whether two steps from the same state give equal results.
-        self._repeats: dict[int | None, bool] = {}
+        # By the choice of the head: whether two steps from the same state give equal results.
+        self._repeats: dict[int, bool] = {}
         # The outcome of the last step without recomputation.
-        self._expected: dict[int | None, list[int]] = {}
+        self._expected: dict[int, list[int]] = {}
         self.blocks = find_blocks(step.model, step.forward, blocks)
-        self.head: str | None = None
-        self.head_costs = [HeadCost(None, 0, 0.0)]
+        self._head: str | None = None  # its name
+        behind = NOTHING
         if chunk_head and blocks is None:
-            self._look_for_head(say)
+            behind = self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
         profiler = KindProfiler(step, len(kinds))
         self.notes, self._alone = profiler.notes, profiler.alone
-        self.policies: dict[int, list[CheckpointPolicy]] = {index: [RECOMPUTE] for index in kinds}
-        if limit is not None:
-            say("measuring what runs around the blocks")
-            self._check_floor(limit)
         costs: dict[int, Block] = {}
         for done, index in enumerate(kinds):
             block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
-            self.policies[index], costs[index] = profiler.measure(block)
+            costs[index] = profiler.measure(block)
+        # Until all is measured, the costs of the blocks alone.
+        self.chain = [NOTHING, *(costs[block.like] for block in self.blocks), behind]
         say("checking that recomputation changes nothing")
-        self._check_in_place(kinds, costs)
-        inner = [
-            dataclasses.replace(costs[block.like], joins_next=self._joins(index))
-            for index, block in enumerate(self.blocks)
-        ]
+        self._check_in_place(kinds)
         say("measuring a step of the whole model")
         self.waiting = self._waiting_gradients()
         inner = [
-            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
-            for block, extra in zip(inner, self.waiting)
+            dataclasses.replace(block, joins_next=self._joins(index)).with_costs(
+                lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra}  # type: ignore[misc]
+            )
+            for index, (block, extra) in enumerate(zip(self.chain[1:-1], self.waiting))
         ]
         self.chain = self._with_ends(inner)
-        # The measurements serve other budgets later, and must not keep a model and its inputs alive.
-        for block in self.blocks:
-            block.modules, block.args, block.kwargs = [], None, None
+        for block in self.blocks:  # inputs are large
+            block.args, block.kwargs = None, None
 
-    def _look_for_head(self, say: Callable[[str], None]) -> None:
+    def _look_for_head(self, say: Callable[[str], None]) -> Block:
+        """The choices of head and loss; if some are in chunks, the block that has the head is a block no more."""
         found = find_head(self.step)
         others = found and without_head(self.blocks, found[1].call.head)
         if found is None or others is None:
-            return
+            return NOTHING
         say(f"measuring the head '{found[0]}' in chunks")
-        costs = head_costs(self.step, found[1])
-        if len(costs) > 1:
-            self.head, self.head_costs, self.blocks = found[0], costs, others
+        choices = head_choices(self.step, found[1])
+        if len(choices) == 1:
+            return NOTHING
+        self._head, self.blocks = found[0], others
+        return dataclasses.replace(NOTHING, choices=tuple(choices))
 
-    def _check_floor(self, limit: int) -> None:
-        """Raises a BudgetError if the code around the blocks needs more under all policies, before minutes of measurements."""
-        try:
-            with applied(self.step.model, self._whole([0] * len(self.blocks), self.head_costs[-1].chunks)):
-                # A first step allocates what later ones reuse, so the second one is measured.
-                self.step.run()
-                begin, _, forward, backward = self._measure_ends()
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return  # a block that cannot be recomputed as a whole
-        floor = max(begin.peak_bytes, begin.bytes + max(forward, backward))
-        if limit < floor:
-            place = (
-                "before the first block"
-                if floor == begin.peak_bytes
-                else "behind the last block (head and loss)"
-            )
-            raise BudgetError(
-                f"No plan stays within a budget of {show_bytes(limit)}: what runs {place} takes {show_bytes(floor)}, whatever the "
-                "blocks keep. Give a larger budget or a smaller batch.",
-                floor,
-            )
-
-    def _check_in_place(self, kinds: Sequence[int], costs: dict[int, Block]) -> None:
+    def _check_in_place(self, kinds: Sequence[int]) -> None:
         """Checks the leanest policies in the model, and keeps blocks whole that fail or give other values there."""
-        lean = {kind: _leanest(costs[kind]) for kind in kinds}
-        kept = sum(costs[block.like].choices[0].kept for block in self.blocks)
+        lean = {kind: _leanest(self.chain[kind + 1]) for kind in kinds}
+        kept = sum(block.choices[0].kept for block in self.chain[1:-1])
         fits = kept <= FITS * free_memory(self.step.device)
 
         def problem(those: Sequence[int]) -> str | None:
             choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
-            return self.problem(self._whole(choices), fits)
+            return self.problem(self.without_segments(choices), fits)
 
         def keep_whole(kind: int, reason: str) -> None:
-            self.policies[kind], costs[kind], lean[kind] = [KEEP], costs[kind].only(1), 0
+            lean[kind], whole = 0, self.chain[kind + 1].only(1)
+            self.chain[1:-1] = [
+                whole if found.like == kind else block for found, block in zip(self.blocks, self.chain[1:-1])
+            ]
             self._alone.add(kind)
             self.notes[kind] = f"kept whole, and in no segment: {reason}"
 
@@ -163,26 +132,26 @@ class Profile:
             for kind in kinds:
                 keep_whole(kind, f"together with others, recomputing it {reason}")
 
-    def problem(self, plan: Plan, compare: bool) -> str | None:
-        """Describes what is wrong with a step under the plan; None if it is right.
+    def problem(self, items: Sequence[Item], compare: bool) -> str | None:
+        """Describes what is wrong with a step under a schedule; None if it is right.
 
         It may be compared with a step without recomputation only if that fits into memory.
         """
-        chunks = next((block.policy.chunks for block in plan.blocks if block.policy.chunks), None)
+        head = _head_of(items)
         try:
-            with applied(self.step.model, plan):
+            with self._applied(items):
                 outcome = self.step.outcome()
         except Exception as error:
             return f"fails ({in_words(error)})"
-        if not compare or not self._repeats.get(chunks, True):
+        if not compare or not self._repeats.get(head, True):
             return None
-        if outcome != self._expected.get(chunks):
+        if outcome != self._expected.get(head):
             # This is the first check, or the state is another than in the last one: weights, buffers, random numbers, sample.
-            with applied(self.step.model, self._whole([0] * len(self.blocks), chunks)):
-                self._expected[chunks] = self.step.outcome()
-                if chunks not in self._repeats:
-                    self._repeats[chunks] = self.step.outcome() == self._expected[chunks]
-        right = not self._repeats[chunks] or outcome == self._expected[chunks]
+            with self._applied(self.without_segments([0] * len(self.blocks), head)):
+                self._expected[head] = self.step.outcome()
+                if head not in self._repeats:
+                    self._repeats[head] = self.step.outcome() == self._expected[head]
+        right = not self._repeats[head] or outcome == self._expected[head]
         return None if right else "gives other values"
 
     def described(self) -> list[str]:
@@ -231,15 +200,13 @@ class Profile:
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
         return waiting
 
-    def _measure_ends(self) -> Ends:
-        return self.step.ends(self.blocks[0].modules[0], self.blocks[-1].modules[-1])
-
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with pseudo-blocks at its ends, measured in a step that keeps as little as possible."""
         leanest = [_leanest(block) for block in inner]
-        costs = self.head_costs
-        with applied(self.step.model, self._whole(leanest, costs[-1].chunks)):
-            begin, after, forward, backward = self._measure_ends()
+        heads = self.chain[-1].choices
+        with self._applied(self.without_segments(leanest, -1)):
+            first, last = self.blocks[0].modules[0], self.blocks[-1].modules[-1]
+            begin, after, forward, backward = self.step.ends(first, last)
             seconds = min(self.step.seconds() for _ in range(2))
         # Autocast drops its casts before the backward pass begins, and the bytes behind the last block include them.
         backward += sum(block.choices[choice].casts for block, choice in zip(inner, leanest))
@@ -253,49 +220,49 @@ class Profile:
                 for block in inner
             ]
         rest = max(seconds - alone, 0.0)
-        before = Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes))
+        before = Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes), policy=KEEP)
         choices = []
-        for _, peak, measured in costs:  # the step ran with the last of them
+        for head in heads:  # the step ran with the last of them
             forward_peak, backward_peak = (
-                max(head_peak + peak - costs[-1].peak, 0) for head_peak in (forward, backward)
+                max(most + head.peak - heads[-1].peak, 0) for most in (forward, backward)
             )
-            own_seconds = max(rest + measured - costs[-1].seconds, 0.0)
-            choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
+            own_seconds = max(rest + head.seconds - heads[-1].seconds, 0.0)
+            choices.append(Choice(own_seconds, 0, forward_peak, backward_peak, policy=head.policy))
         ahead, behind = Block((before,), begin.bytes, 0.0, begin.peak_bytes), Block(tuple(choices), 0, 0.0, 0)
         return [ahead, *inner, behind]
 
-    def _whole(self, choices: Sequence[int], chunks: int | None = None) -> Plan:
-        """A plan without segments."""
-        return self.plan_of(tuple(range(len(self.blocks))), choices, chunks)
+    def without_segments(self, choices: Sequence[int], head: int = 0) -> tuple[Run, ...]:
+        """A schedule with a choice for each block, and for the head."""
+        return tuple(Run(*run) for run in enumerate((0, *choices, head)))
 
-    def plan_of(
-        self, items: tuple[Any, ...], choices: Sequence[int], chunks: int | None = None, **facts: Any
-    ) -> Plan:
-        """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and a number of chunks."""
-        blocks = []
-        depths, ends = _depths(items), {blocks_of([item])[-1] for item in items}
-        for index, (block, choice) in enumerate(zip(self.blocks, choices)):
-            kept, added = 0, 0.0
-            if self.chain:
-                measured, depth = self.chain[index + 1], depths[index]
-                chosen = measured.choices[choice]
-                added = chosen.seconds - measured.choices[0].seconds + depth * measured.forward_seconds
+    def _applied(self, items: Sequence[Item]) -> AbstractContextManager[None]:
+        return applied(self.step.model, self.plan_of(items))
+
+    def plan_of(self, items: Sequence[Item], **facts: Any) -> Plan:
+        """The plan of a schedule of the chain."""
+        blocks: list[BlockPlan] = []
+
+        def add(members: Sequence[str], choice: Choice, kept: int, added: float) -> None:
+            modules = {name: self.step.model.get_submodule(name) for name in members}
+            blocks.append(BlockPlan.of(modules, choice.policy, kept, added))
+
+        for item in items[1:-1]:
+            last = span_of(item)[-1]
+            for run, depth in runs_of(item):
+                block = self.chain[run.block]
+                choice = block.choices[run.choice]
+                added = choice.seconds - block.choices[0].seconds + depth * block.forward_seconds
                 # A segment holds only the output of its last block.
-                kept = chosen.kept if not depth else measured.output if index in ends else 0
-            members = {name: self.step.model.get_submodule(name) for name in block.members}
-            blocks.append(BlockPlan.of(members, self.policies[block.like][choice], kept, added))
-        if chunks is not None:
-            assert self.head is not None
-            added = 0.0
-            if self.chain:
-                behind = self.chain[-1].choices
-                number = [cost.chunks for cost in self.head_costs].index(chunks)
-                added = behind[number].seconds - behind[0].seconds
-            items = (*items, len(blocks))
-            members = {self.head: self.step.model.get_submodule(self.head)}
-            blocks.append(BlockPlan.of(members, in_chunks(chunks), added_seconds=added))
+                kept = choice.kept if not depth else block.output if run.block == last else 0
+                add(self.blocks[run.block - 1].members, choice, kept, added)
+        numbers = tuple(map(_numbers, items[1:-1]))
+        heads = self.chain[-1].choices
+        if (chosen := heads[_head_of(items)]).policy != KEEP:
+            assert self._head is not None
+            numbers = (*numbers, len(blocks))
+            add([self._head], chosen, 0, chosen.seconds - heads[0].seconds)
         facts.setdefault("notes", tuple(self.described()))
-        return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
+        return Plan(tuple(blocks), numbers, autocast=self.step.autocast_name, **facts)
 
 
 def _leanest(block: Block) -> int:
@@ -303,10 +270,13 @@ def _leanest(block: Block) -> int:
     return min(range(len(block.choices)), key=lambda number: block.choices[number].kept)
 
 
-def _depths(items: Sequence[Any], depth: int = 0) -> list[int]:
-    """For each block, the number of segments around it."""
-    return [
-        inner
-        for item in items
-        for inner in (_depths(item, depth + 1) if isinstance(item, tuple) else [depth])
-    ]
+def _head_of(items: Sequence[Item]) -> int:
+    """The choice of the head: the pseudo-blocks at both ends are in no segment."""
+    behind = items[-1]
+    assert isinstance(behind, Run)
+    return behind.choice
+
+
+def _numbers(item: Item) -> Any:
+    """An item as a plan has it: the number of its block, or those of its items in a tuple."""
+    return item.block - 1 if isinstance(item, Run) else tuple(map(_numbers, item))

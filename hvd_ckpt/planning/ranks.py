@@ -50,7 +50,7 @@ def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
     try:
         local = parse_budget(budget)
         if local.is_absolute:
-            local = Budget("bytes", local.bytes(0, 0, device) or 0)
+            local = Budget("bytes", local.bytes(0, device) or 0)
     except ValueError as error:  # the other ranks are on their way to the collective below
         local = ValueError(str(error))
     answers = of_all_processes(local, "hvd_ckpt.plan.budget")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,19 +79,20 @@ def plan(
             the loss is not a single number. Or ``layout`` is set for a model that is not a chain or
             has too few blocks.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
-            and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
-            blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.
+            and the block that sets it, and the error has the plan that reaches it.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
-    options: dict[str, Any] = {
-        "blocks": blocks,
-        "autocast": autocast,
-        "chunk_head": chunk_head,
-        "layout": layout,
-    }
+    sample = Sample(args, kwargs or {}, loss)
+    options: dict[str, Any] = {"blocks": blocks, "autocast": autocast, "chunk_head": chunk_head}
+
+    def make(limit: Budget, say: Callable[[str], None]) -> Plan:
+        with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
+            parts = {} if layout is None else {"blocks": layout.blocks_of(model), "chunk_head": False}
+            planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, **{**options, **parts})
+            return planner.plan(limit) if layout is None else planner.plan_parts(layout, limit)
 
     def find(limit: Budget) -> Plan:
         if layout is not None and blocks is not None:
@@ -102,74 +102,16 @@ def plan(
         quiet = contextlib.nullcontext(lambda text: None)
         after = 0.0 if verbose else _SILENT_SECONDS
         with quiet if verbose is False else talking("plan", after) as say:
-            sample = Sample(args, kwargs or {}, loss)
-            make = functools.partial(make_plan, model, sample, limit, say, **options)
             if cache is None or limit.kind == "device":  # its bytes depend on the free memory
-                return make()
-            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options})
-            return cached(cache, key, model, make, say)
+                return make(limit, say)
+            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, "layout": layout, **options})
+            return cached(cache, key, model, functools.partial(make, limit, say), say)
 
     try:
         return on_rank_0(find, budget, device)
     except KeyboardInterrupt:
         # Without the frames of the model and the planner, which say nothing about the reason.
         raise KeyboardInterrupt("interrupted while planning; no plan was made") from None
-
-
-def make_plan(
-    model: nn.Module,
-    sample: Sample,
-    budget: Budget,
-    say: Callable[[str], None] = lambda text: None,
-    layout: Layout | None = None,
-    **options: Any,
-) -> Plan:
-    """Makes a plan in this process, without other ranks.
-
-    Args:
-        layout: as in :func:`plan`.
-        options: further arguments of :class:`.planner.Planner`.
-
-    Raises:
-        ValueError, BudgetError: as in :func:`plan`.
-    """
-    device = device_of(model, sample.args)
-    with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
-        if layout is not None:
-            options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        with _planner(model, sample, None if layout else budget, say, options) as planner:
-            if layout is None:
-                return planner.plan(budget)
-            return planner.plan_parts(layout, budget)
-
-
-# The planner of the last plan of a model. A plan for another budget takes its measurements, and is measured and checked itself.
-_planners: weakref.WeakKeyDictionary[nn.Module, tuple[str, Planner]] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def _planner(
-    model: nn.Module,
-    sample: Sample,
-    budget: Budget | None,
-    say: Callable[[str], None],
-    options: dict[str, Any],
-) -> Iterator[Planner]:
-    """The planner that has measured this model on such a sample, or a new one."""
-    args, kwargs, loss = sample
-    key = key_of(model, (args, kwargs), loss, device_of(model, args), options)
-    # Taken out: a planner that fails while it is bound must not stay, since it would keep the model alive.
-    known, planner = _planners.pop(model, ("", None))
-    if planner is not None and known == key:
-        planner.bind(model, sample, say)
-    else:
-        planner = Planner(model, *args, kwargs=kwargs, loss=loss, say=say, budget=budget, **options)
-    try:
-        yield planner
-    finally:
-        # After a BudgetError, too: a plan for a larger budget takes the measurements.
-        planner.release()
-        _planners[model] = key, planner
 
 
 def largest_batch(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -106,9 +106,6 @@ class Solver:
         self._first_pass = [_first_pass(blocks[s : ends.stop]) for s, ends in enumerate(self._ends)]
         self._levels: dict[tuple[int, int], Frontier] = {}
         self._fill_levels()
-        self._holds_casts = any(
-            block.casts or any(choice.casts for choice in block.choices) for block in blocks
-        )
         # One frontier more than blocks: that of no blocks, behind the last one, which needs nothing.
         self._whole = [_EMPTY] * (len(blocks) + 1)
         size = _size(sum(len(ends) + len(some) for ends, some in zip(self._ends, self._choices)))
@@ -119,7 +116,7 @@ class Solver:
     @property
     def smallest(self) -> Solution:
         """A schedule with the smallest possible peak, exact to the byte unless the chain holds casts."""
-        return self._simulated[0] if self._holds_casts else self._solution(0)
+        return self._curve[2](0)
 
     @property
     def fastest(self) -> Solution:
@@ -128,41 +125,36 @@ class Solver:
 
     def solve(self, budget: int) -> Solution | None:
         """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step, or None."""
-        if self._holds_casts:
-            within = [solution for solution in self._simulated if solution.peak <= budget]
-            return within[-1] if within else None
-        point = int(np.searchsorted(self._whole[0].need, budget, side="right")) - 1
-        return None if point < 0 else self._solution(point)
+        peaks, _, solution = self._curve
+        point = int(np.searchsorted(peaks, budget, side="right")) - 1
+        return None if point < 0 else solution(point)
 
     def frontier(self, points: int = 32) -> list[Solution]:
         """Up to ``points`` schedules on the Pareto frontier of peak and seconds, from the smallest peak to the fastest.
 
         They are spread evenly along the curve of seconds over bytes.
         """
-        if self._holds_casts:
-            peaks = np.array([solution.peak for solution in self._simulated])
-            seconds = np.array([solution.seconds for solution in self._simulated])
-            return [self._simulated[point] for point in _spread(peaks, seconds, points)]
-        whole = self._whole[0]
+        peaks, seconds, solution = self._curve
         solutions: list[Solution] = []
-        for point in _spread(whole.need, whole.seconds, points):
-            solution = self._solution(point)
+        for found in map(solution, _spread(peaks, seconds, points)):
             # simulate() sums the seconds in another order, after which two times that differed may be equal.
-            if not solutions or solution.seconds < solutions[-1].seconds:
-                solutions.append(solution)
+            if not solutions or found.seconds < solutions[-1].seconds:
+                solutions.append(found)
         return solutions
 
     @functools.cached_property
-    def _simulated(self) -> list[Solution]:
-        """The Pareto frontier of many simulated schedules, from the smallest peak to the fastest."""
-        count = len(self._whole[0].need)
-        points = {*range(0, count, max(count // _SIMULATED, 1)), count - 1}
+    def _curve(self) -> tuple[Integers, Seconds, Callable[[int], Solution]]:
+        """Peaks and seconds of schedules on a Pareto frontier, from the smallest peak to the fastest, and each by its number."""
+        need, seconds = self._whole[0].need, self._whole[0].seconds
+        if not any(block.casts or any(choice.casts for choice in block.choices) for block in self.blocks):
+            return need, seconds, self._solution
+        points = {*range(0, len(need), max(len(need) // _SIMULATED, 1)), len(need) - 1}
         frontier: list[Solution] = []
-        solutions = map(self._solution, points)
-        for solution in sorted(solutions, key=lambda solution: (solution.peak, solution.seconds)):
+        for solution in sorted(map(self._solution, points), key=lambda found: (found.peak, found.seconds)):
             if not frontier or solution.seconds < frontier[-1].seconds:
                 frontier.append(solution)
-        return frontier
+        peaks, times = ([getattr(each, name) for each in frontier] for name in ("peak", "seconds"))
+        return np.array(peaks), np.array(times), frontier.__getitem__
 
     def from_block(self, first: int) -> Frontier:
         """The frontier of the chain from block ``first`` on."""
@@ -364,9 +356,9 @@ def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds, Integers]:
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
     """The choices with their numbers, without those that are no better than another choice in any cost."""
     kept: list[tuple[int, Choice]] = []
-    for number, choice in sorted(enumerate(choices), key=lambda entry: astuple(entry[1])):
-        costs = astuple(choice)
-        if not any(all(theirs <= ours for theirs, ours in zip(astuple(better), costs)) for _, better in kept):
+    for number, choice in sorted(enumerate(choices), key=lambda entry: entry[1].costs):
+        costs = choice.costs
+        if not any(all(theirs <= ours for theirs, ours in zip(better.costs, costs)) for _, better in kept):
             kept.append((number, choice))
     return kept
 

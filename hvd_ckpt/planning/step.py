@@ -47,16 +47,7 @@ class Step:
 
     def __init__(self, model: nn.Module, sample: Sample, autocast: torch.dtype | None = None) -> None:
         self.device = device_of(model, sample.args)
-        self._autocast = autocast
-        self.bind(model, sample)
-
-    def bind(self, model: nn.Module, sample: Sample) -> None:
-        """Takes another model and sample of the same kind."""
-        self.model, self._sample = model, sample
-
-    def release(self) -> None:
-        """Holds no model and sample until :meth:`bind`."""
-        del self.model, self._sample
+        self.model, self._sample, self._autocast = model, sample, autocast
 
     @property
     def autocast_name(self) -> str | None:
@@ -123,22 +114,28 @@ class Step:
     def run(self) -> None:
         """Runs one step; gradients accumulate."""
         with self.sample() as (args, kwargs):
-            self.run_on(args, kwargs)
+            self._run(args, kwargs)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[tuple[Callable[[], Tensor], Marks]]:
+        """A recording of memory, to which the function that it gives adds one step. The copies of the sample are made before it
+        begins, so their bytes do not count."""
+        with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
+            yield lambda: self._run(args, kwargs, marks), marks
+            marks.mark("end")
 
     def seconds(self) -> float:
         """The seconds that a step takes."""
         with no_collection(), self.sample() as (args, kwargs):
             start = now(self.device)
-            self.run_on(args, kwargs)
+            self._run(args, kwargs)
             return now(self.device) - start
 
     def peak(self) -> tuple[int, Timeline]:
         """Peak bytes of a step above its start, and some hundred points of the bytes over time (on CPU only)."""
-        with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
-            self.run_on(args, kwargs)
-            marks.mark("end")
-        # The only mark, so its peak counts from the start of the step. A mark has the peak since the previous mark.
-        return marks.marks[-1].peak_bytes, _thinned(tuple(marks.timeline))
+        with self.recorded() as (run, marks):
+            run()
+        return max(mark.peak_bytes for mark in marks.marks), _thinned(tuple(marks.timeline))
 
     def ends(self, first: nn.Module, last: nn.Module) -> Ends:
         """Memory of a step at both ends of a chain that begins with the module ``first`` and ends with ``last``."""
@@ -148,9 +145,8 @@ class Step:
         #     loss -- loss and head -- gradient -- blocks -- input -- embeddings -- end                      backward
         #
         # If the input of the first block requires no gradient, "input" is missing: nothing before the blocks has a backward pass.
-        # The copies of the sample are made before the recording begins, so their bytes do not count.
         seen: set[str] = set()
-        with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
+        with self.recorded() as (run, marks):
 
             def once(name: str) -> None:
                 if name not in seen:
@@ -171,11 +167,10 @@ class Step:
                 last.register_forward_hook(lambda *given: reached("last block", "gradient", given[-1])),
             ]
             try:
-                self.run_on(args, kwargs, marks)
+                run()
             finally:
                 for handle in handles:
                     handle.remove()
-            marks.mark("end")
         by_name = {mark.name: mark for mark in marks.marks}
         begin, end = by_name["first block"], by_name["last block"]
         after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
@@ -190,14 +185,14 @@ class Step:
             inputs = [
                 tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad and tensor.is_leaf
             ]
-            return [*fingerprints([self.run_on(args, kwargs)]), *left_by(self.model, inputs)]
+            return [*fingerprints([self._run(args, kwargs)]), *left_by(self.model, inputs)]
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         with torch.enable_grad(), self.autocast():
             return self._loss_of(self.model(*args, **kwargs))
 
-    def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
-        """Runs one step on arguments from :meth:`sample`, so that a measurement excludes the copies; returns the loss."""
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
+        """Runs one step on arguments from :meth:`sample`; returns the loss."""
         with torch.enable_grad():
             loss = self._loss(args, kwargs)
             if marks is not None:

@@ -37,7 +37,7 @@ class TracedCall:
     """
 
     name: str
-    seconds: float
+    seconds: float = field(repr=False)
     droppable: bool = False
     reads: list[tuple[int, int]] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
@@ -64,19 +64,9 @@ class Trace:
         return tuple(call.name for call in self.calls)
 
     @property
-    def form(self) -> object:
+    def form(self) -> str:
         """The calls and the data flow without sizes and times: equal for blocks that differ in widths only."""
-        return tuple(
-            (
-                call.name,
-                call.droppable,
-                tuple(call.reads),
-                tuple(call.results),
-                frozenset(call.saved),
-                tuple(call.inner),
-            )
-            for call in self.calls
-        )
+        return repr(self.calls)
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, all_kept, span_of
+from hvd_ckpt.planning.chain import Block, Choice, Solution, all_kept, runs_of
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
@@ -97,8 +98,11 @@ class Computation:
             solution = fastest if fastest.peak <= budget else self._solver.solve(budget)
         if solution is None or solution.peak > budget:
             return None
-        total, forward = [0.0] * len(self.chain), [block.forward_seconds for block in self.chain]
-        self._add(solution.items, total)
+        forward = [block.forward_seconds for block in self.chain]
+        total = [
+            self.chain[run.block].choices[run.choice].seconds + depth * forward[run.block]
+            for run, depth in itertools.chain.from_iterable(map(runs_of, solution.items))
+        ]
         begin, *inner, end = (max(each - first, 0.0) for each, first in zip(total, forward))
         # What runs before and behind the blocks counts with the first and with the last one.
         inner[0] += begin
@@ -107,15 +111,6 @@ class Computation:
         # A planner that measures both may prefer no recomputation, if it fits.
         peak = kept.peak if kept.peak <= budget else solution.peak
         return Passes(peak, forward[1:-1], inner, again, planned)
-
-    def _add(self, items: Sequence[Item], total: list[float]) -> None:
-        for item in items:
-            if isinstance(item, Run):
-                total[item.block] += self.chain[item.block].choices[item.choice].seconds
-            else:
-                for block in span_of(item):
-                    total[block] += self.chain[block].forward_seconds
-                self._add(item, total)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The modules of each block."""
@@ -144,7 +139,6 @@ def measured(model: nn.Module, sample: Sample, say: Callable[[str], None], **opt
         options = {**options, "blocks": children_of(model)}
     planner = Planner(model, *sample.args, kwargs=sample.kwargs, loss=sample.loss, say=say, **options)
     names = [block.members for block in planner.profile.blocks]
-    planner.release()
     return Computation(planner.chain, names, in_chain)
 
 
@@ -152,12 +146,24 @@ class _FlashAttention(TorchFunctionMode):
     """Attention on the meta device as devices run it, where PyTorch would keep the scores of all pairs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            query, key, value = (tensor.contiguous() for tensor in args[:3])
-            with DisableTorchFunction():
-                return flash_attention(query, key, value, 0.0, bool(kwargs.get("is_causal")))[0]
-        return func(*args, **kwargs)
+        run = _flash if func is functional.scaled_dot_product_attention else func
+        return run(*args, **(kwargs or {}))
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    with DisableTorchFunction():
+        result: Tensor = flash_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), 0.0, is_causal
+        )[0]
+    return result
 
 
 def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:

@@ -55,25 +55,18 @@ _Key = tuple[int, int, bool]
 
 @dataclass
 class Job:
-    """What layouts are for.
+    """What layouts are for; further attributes are as for :func:`layouts`.
 
     Attributes:
-        model: the whole model, which may be on the meta device.
-        batch: samples of a step of all ranks.
         memory: bytes of each rank.
-        ranks: of the job.
-        network: what connects them.
         sample: makes a batch of so many samples, where the model is.
         optimizer: makes that of a model, or gives its name, as for :func:`hvd_ckpt.estimate_memory`.
-        precision: as there.
         averaged: whether there is an average of the weights.
-        tflops: operations of a rank in TFLOP/s, where nothing is measured.
         replicas: logical replicas of the job, of which each rank computes its share one after the other.
         update: seconds of the optimizer's step.
         rank: this process's in a job that is measured, of which the first answers; None where nothing is measured, and
             operations and saved tensors are counted, which takes no time or memory.
         say: called with a line of text for each measurement.
-        inexact: the layouts are those that change results, in place of those that do not.
         refused: by number of parts, why layers cannot be split so.
     """
 
@@ -176,7 +169,7 @@ class Job:
         found: list[LayoutRow] = []
         with contextlib.suppress(KeyboardInterrupt):
             # An interrupt leaves those that were there.
-            found.extend(row for row in map(self._row, self.layouts()) if row is not None)
+            found.extend(filter(None, map(self._row, self.layouts())))
         return sorted(
             found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout)))
         )
@@ -303,7 +296,7 @@ class Job:
         step = sizes.step(StepTime(self.network, layout))
         steps = layout.every or 1
         seconds = self._beside_each_other(step, staged)
-        recomputing = passes.recomputing * count * steps / step.seconds
+        recomputing = passes.recomputing * count * steps / (step.seconds or 1.0)
         return dataclasses.replace(
             row,
             seconds=seconds / steps + self._update_seconds(layout),
@@ -376,6 +369,8 @@ def layouts(
         raise ValueError(f"tflops must be > 0, not {tflops!r}")
     if network is not None and not isinstance(network, Network):
         raise ValueError(f"network must be a hvd_ckpt.prediction.network.Network, not {network!r}")
+    if network is not None and ranks is None:
+        raise ValueError("network: it is measured in a job; give ranks, their number, as well")
     limit = parse_budget(memory)
     if limit.kind != "bytes":
         raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.utils.elementwise import check_elementwise, class_of, optimizer_classes
+from hvd_ckpt.utils.elementwise import class_of, optimizer_classes
 from hvd_ckpt.utils.measure import now, undisturbed
 from hvd_ckpt.utils.memory import recording_marks
 from hvd_ckpt.utils.text import unknown
@@ -46,9 +46,7 @@ def measure_step(step: Step) -> list[Stretch]:
     with undisturbed(step.model, step.device):
         step.run()
         gc.collect()
-        with contextlib.ExitStack() as stack:
-            args, kwargs = stack.enter_context(step.sample())
-            marks = stack.enter_context(recording_marks(step.device))
+        with step.recorded() as (run, marks), contextlib.ExitStack() as stack:
 
             def after_accumulation(parameter: Tensor) -> None:
                 accumulated.append(parameter)
@@ -58,8 +56,7 @@ def measure_step(step: Step) -> list[Stretch]:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
-            step.run_on(args, kwargs, marks)
-            marks.mark("end")
+            run()
     last = {id(parameter): number for number, parameter in enumerate(accumulated)}
     gradients = iter(enumerate(accumulated))
     stretches: list[Stretch] = []
@@ -173,15 +170,6 @@ def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer
         raise ValueError(
             f"optimizer {kind.__name__} cannot be made with its default options ({error}): pass an instance"
         ) from None
-
-
-def check_optimizer(name: str) -> None:
-    """Checks that there is an optimizer of that name, and that its state can be split.
-
-    Raises:
-        ValueError: it does not exist or cannot be split.
-    """
-    check_elementwise(make_optimizer(name, nn.Linear(1, 1)))
 
 
 class Update(NamedTuple):

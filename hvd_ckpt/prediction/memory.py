@@ -208,11 +208,13 @@ class Estimator:
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
         """
+        ranks = np
         if local is not None:
-            step = self.estimate(local.group, shard, offload, wire, None, activations, micro_batches)
-            return local.added_to(step, self._parameters.values(), self._place)
+            np, within = local.group, None
         stage, gradients, weights = check_stage(shard, offload, wire)
-        if within is not None and (stage < 3 or not 1 < within <= np or np % within):
+        if within is not None and (
+            type(within) is not int or stage < 3 or not 1 < within <= np or np % within
+        ):
             raise ValueError(
                 f"within must be a number of ranks from 2 that divides np={np}, with shard='parameters', not {within!r}"
             )
@@ -224,17 +226,17 @@ class Estimator:
         else:
             layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
-        held, offloaded = self._held(stage, layout.groups, weights, offload, within if within != np else None)
-        reduced = sum(
-            group.shard_numel * sum_dtype(group.dtype).itemsize if stage >= 2 else group.nbytes
-            for group in trained
-        )
-        if offload == "parameters":
-            offloaded, reduced = offloaded + reduced, 0
+        held = self._held(stage, layout.groups, weights, within if within != np else None)
+        elsewhere = self._offloaded(offload)
+        offloaded = sum(held[part] for part in elsewhere)
+        held |= dict.fromkeys(elsewhere, 0)
+        reduced = held.pop("gradients")
         moments = self._passes(
             stage, np, trained, units, reduced, gradients, weights, activations, micro_batches
         )
         moments += self._step(stage, trained, weights, offload, reduced)
+        if local is not None:
+            held["averages"] += local.add_to(moments, reduced, self._parameters.values(), self._place)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {
             **held,
@@ -244,7 +246,7 @@ class Estimator:
             "temporaries": highest.temporaries,
         }
         return MemoryEstimate(
-            ranks=np,
+            ranks=ranks,
             stage=stage,
             offload=offload,
             **held,
@@ -260,14 +262,9 @@ class Estimator:
         )
 
     def _held(
-        self,
-        stage: int,
-        groups: Sequence[Group],
-        weights: WireFormat,
-        offload: str | None,
-        within: int | None,
-    ) -> tuple[dict[str, int], int]:
-        """Bytes that are there all the time, by part, and those that are offloaded."""
+        self, stage: int, groups: Sequence[Group], weights: WireFormat, within: int | None
+    ) -> dict[str, int]:
+        """Bytes that are there all the time, by part, where nothing is offloaded."""
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(group.padded_bytes for group in groups)
         if stage == 0:
@@ -276,28 +273,32 @@ class Estimator:
             parameters = whole + (0 if weights is FP32 else shards)
         else:
             parameters = shards + (whole // within if within else 0)
-        held = {
+        state = averages = 0
+        for group in groups:
+            if group.requires_grad:
+                own = group.shard_numel if stage else group.numel
+                state += round(self._memory(group, stage).state * own)
+                averages += sum_dtype(group.dtype).itemsize * own if self._averaged else 0
+        return {
             "parameters": parameters,
             "buffers": self._buffers,
-            "optimizer_state": sum(
-                round(self._memory(group, stage).state * (group.shard_numel if stage else group.numel))
+            "gradients": sum(
+                group.shard_numel * sum_dtype(group.dtype).itemsize if stage >= 2 else group.nbytes
                 for group in groups
                 if group.requires_grad
             ),
+            "optimizer_state": state,
             "master_weights": sum(4 * group.shard_numel for group in groups if stage and group.dtype in HALF),
-            "averages": sum(
-                sum_dtype(group.dtype).itemsize * (group.shard_numel if stage else group.numel)
-                for group in groups
-                if self._averaged and group.requires_grad
-            ),
+            "averages": averages,
         }
-        elsewhere = ["optimizer_state"] if offload else []
+
+    def _offloaded(self, offload: str | None) -> list[str]:
+        """The parts that are elsewhere."""
         if offload == "parameters":
-            elsewhere += ["master_weights", "parameters"]
-        elif offload and self._place.type != "cuda":  # on CUDA devices they stay beside the weights
-            elsewhere.append("master_weights")
-        offloaded = sum(held[part] for part in elsewhere)
-        return {**held, **dict.fromkeys(elsewhere, 0)}, offloaded
+            return ["optimizer_state", "master_weights", "parameters", "gradients"]
+        # On CUDA devices master weights stay beside the weights.
+        on_cuda = self._place.type == "cuda"
+        return ["optimizer_state", *([] if on_cuda else ["master_weights"])] if offload else []
 
     def _memory(self, group: Group, stage: int) -> OptimizerMemory:
         """Memory of the optimizer for a group; master weights are stepped in float32."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -185,10 +184,15 @@ class LocalMemory:
         # with every=100, one of 4 fragments leaves every 25 steps. With delay=30 two of them are under way at times.
         self._at_once = min(fragments, -(-delay * fragments // every)) / fragments
 
-    def added_to(
-        self, step: MemoryEstimate, parameters: Collection[torch.Tensor], device: torch.device
-    ) -> MemoryEstimate:
-        """The estimate of a step within a group, with the averages; the outer optimizer is tried out on the device."""
+    def add_to(
+        self,
+        moments: list[Moment],
+        gradients: int,
+        parameters: Collection[torch.Tensor],
+        device: torch.device,
+    ) -> int:
+        """Adds what averages take to the moments of a step within a group, which holds ``gradients`` bytes of them at its end, and
+        the moment of an average; returns the bytes held between averages. The outer optimizer is tried out on the device."""
         trained: Counter[torch.dtype] = Counter()
         for parameter in parameters:
             if parameter.requires_grad:
@@ -208,25 +212,10 @@ class LocalMemory:
             whole = sum(dtype.itemsize * numel for dtype, numel in trained.items())
             largest_run = max(RUN_BYTES, max(parameter.nbytes for parameter in parameters))
             part = min(part, 2 * largest_run / whole)
-        travelling, averaged = round(under_way * self._at_once), round(under_way * part)
-        computing = {**step.at_peak, "buckets": step.at_peak["buckets"] + travelling}
-        at_average = {**step.at_peak, "activations": 0, "temporaries": 0, "buckets": averaged}
-        at_average["gradients"] = step.gradients
-        phase, at_peak = max(
-            ((step.peak_phase, computing), ("average", at_average)),
-            key=lambda moment: sum(moment[1].values()),
-        )
-        own = round(held)
-        return dataclasses.replace(
-            step,
-            ranks=self._ranks,
-            averages=own,
-            buckets=max(step.buckets + travelling, averaged),
-            peak=sum(at_peak.values()) + own,
-            peak_phase=phase,
-            at_peak={**at_peak, "averages": own},
-            recorded_peak=max(step.recorded_peak + travelling, sum(at_average.values())) + own,
-        )
+        for moment in moments:
+            moment.buckets += round(under_way * self._at_once)
+        moments.append(Moment("average", gradients=gradients, buckets=round(under_way * part)))
+        return round(held)
 
     def _state(self, dtype: torch.dtype, device: torch.device) -> float:
         if self._outer is None:

@@ -177,11 +177,6 @@ class ModelSizes:
         }
         self._users = Counter(id(parameter) for block in blocks for parameter in block.parameters())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(parameter.nbytes for _, parameter in self._named)
-
     def step(self, step: Step) -> Step:
         """Fills a step; of local SGD, all steps from one average to the next."""
         layout = step.layout

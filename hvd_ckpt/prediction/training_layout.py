@@ -6,23 +6,6 @@ from dataclasses import dataclass
 
 from hvd_ckpt.utils.text import show_bytes
 
-WAYS = {
-    "none": 'shard="none"',
-    "optimizer": 'shard="optimizer"',
-    "gradients": 'shard="gradients"',
-    "parameters": 'shard="parameters"',
-    "replicas": "replicas=",
-    "local": "local SGD",
-    "stages": "stages=",
-    "tensor": "tensor=",
-    "ddp": "PyTorch DDP",
-    "fsdp2": "PyTorch FSDP2",
-    "ring": "ring reduce-scatter",
-}
-"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
-Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
-BASELINES = ("ddp", "fsdp2", "ring")
-
 
 @dataclass(frozen=True)
 class TrainingLayout:

@@ -30,13 +30,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import Grid
-from hvd_ckpt.processes.links import (
-    GRACE_SECONDS,
-    NO_LIMIT,
-    StageFailed,
-    gloo_group,
-    noticing_ends,
-)
+from hvd_ckpt.processes.links import GRACE_SECONDS, NO_LIMIT, StageFailed, gloo_group, noticing_ends
 from hvd_ckpt.processes.watchdog import Wait
 
 MESSAGE_CHANNELS, SUM_CHANNELS = 4, 16  # multiprocessors of a message and of a sum

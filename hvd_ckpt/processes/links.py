@@ -204,7 +204,7 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> tuple[
     else:
         grid, environment = _over_gloo(stages, tensor)
     set_current(grid)
-    watchdog.introduce(grid.peers, grid.number)
+    watchdog.introduce(grid.peers)
     return grid, comm, environment
 
 

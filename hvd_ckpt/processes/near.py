@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import uuid
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -138,8 +139,7 @@ class NearLink:
         for descriptor, connection in self._by_descriptor.items():
             connection.socket.setblocking(False)
             self._poll.register(descriptor, select.POLLIN)
-        # A forked process, such as a worker of a data loader, would hold the sockets open after this one has ended.
-        os.register_at_fork(after_in_child=self.close)
+        _open.add(self)
 
     def __contains__(self, process: int) -> bool:
         return process in self._connections
@@ -147,6 +147,8 @@ class NearLink:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.socket.close()
+
+    __del__ = close
 
     def send(self, memory: Tensor, to: int, tag: int) -> None:
         """Sends bytes, which may be changed afterwards.
@@ -251,6 +253,18 @@ class NearLink:
             if slot != NO_SLOT:
                 with contextlib.suppress(PeerEnded):  # it needs no slots any more
                     self._put(connection, PACKET.pack(TAKEN, slot, 0))
+
+
+_open: weakref.WeakSet[NearLink] = weakref.WeakSet()
+
+
+def _close_open() -> None:
+    for link in list(_open):
+        link.close()
+
+
+# A forked process, such as a worker of a data loader, would hold the sockets open after this one has ended.
+os.register_at_fork(after_in_child=_close_open)
 
 
 def _mapped(descriptor: int) -> Tensor:

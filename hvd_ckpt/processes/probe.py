@@ -77,14 +77,22 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
             status = process.wait(timeout)
         seconds = round(time.monotonic() - start, 1)
         said = error_line(log_file)
-        answers = [_read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
+        answers: list[dict[str, dict[str, str]]] = [
+            json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))
+        ]
     if status is None:
-        reason = f"no answer from {answers.count(None)} of {ranks} ranks within {timeout:g} seconds"
+        reason = f"no answer from {ranks - len(answers)} of {ranks} ranks within {timeout:g} seconds"
         return ProbeResult(False, reason, seconds)
-    reached = [answer for answer in answers if answer is not None]
-    if len(reached) < ranks:
+    if len(answers) < ranks:
         return ProbeResult(False, f"horovodrun ended with exit status {status}: {said}", seconds)
-    operations = {device: _merge([answer[device] for answer in reached]) for device in reached[0]}
+    # Of each operation the first rank's error, if any rank has one.
+    operations = {
+        device: {
+            name: next((text for each in answers if (text := each[device][name]) != "ok"), "ok")
+            for name in OPERATIONS
+        }
+        for device in answers[0]
+    }
     failed = [f"{name}: {text}" for name, text in operations["cpu"].items() if text != "ok"]
     return ProbeResult(not failed, "; ".join(failed), seconds, operations)
 
@@ -101,19 +109,6 @@ def launcher_environment() -> dict[str, str]:
         environment.setdefault("OMPI_MCA_plm_rsh_agent", "")
     set_single_copy(environment)
     return environment
-
-
-def _read(path: Path) -> dict[str, dict[str, str]] | None:
-    try:
-        answer: dict[str, dict[str, str]] = json.loads(path.read_text())
-        return answer
-    except (OSError, ValueError):
-        return None
-
-
-def _merge(answers: list[dict[str, str]]) -> dict[str, str]:
-    """One answer per operation: the first rank's error, if any rank has one."""
-    return {name: next((a[name] for a in answers if a[name] != "ok"), "ok") for name in OPERATIONS}
 
 
 def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:

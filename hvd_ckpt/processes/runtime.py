@@ -36,6 +36,7 @@ from hvd_ckpt.processes.launchers import (
     launched_rank,
 )
 from hvd_ckpt.utils import run_warnings
+from hvd_ckpt.utils.rules import check
 
 FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
@@ -43,7 +44,7 @@ MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
-RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
+RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/horovod.patch
 
 
 @dataclass
@@ -132,7 +133,9 @@ def init(
     _show_uncaught_errors()
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
-    if hvd.is_initialized() and not args and not kwargs:
+    given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
+    check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
+    if hvd.is_initialized():
         for name, asked in (("stages", stages), ("tensor", tensor)):
             running = getattr(grid.current(), name)
             if asked not in (1, running):
@@ -140,6 +143,8 @@ def init(
                     f"init(): Horovod runs with {name}={running} already, so it cannot have {asked}"
                 )
         watchdog.watch(stall_timeout)
+        if args or kwargs:
+            hvd.init(*args, **kwargs)  # which checks them, and keeps its ranks
         return
     if _starts_over_mpi():
         from hvd_ckpt.processes import mpi
@@ -163,7 +168,7 @@ def init(
         grid.set_current(None)
         hvd.init(*args, **kwargs)
     else:
-        kwargs = _init_grid(stages, tensor, *args, **kwargs)
+        kwargs = _init_grid(stages, tensor, **kwargs)
     _state.started = True
     if hvd.mpi_enabled():
         mpi.note_ranks(args[0] if args else kwargs.get("comm"))
@@ -201,13 +206,10 @@ def _show(
         uncaught.show(error)
 
 
-def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _init_grid(stages: int, tensor: int, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
     from hvd_ckpt.processes import device_link, links, mpi  # most jobs have neither stages nor parts
-    from hvd_ckpt.utils.rules import check
 
-    given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
-    check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
     grid, comm, world = links.enter(stages, mpi.import_mpi if _starts_over_mpi() else None, tensor)
     if comm is not None:
         kwargs["comm"] = comm

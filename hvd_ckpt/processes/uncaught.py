@@ -24,7 +24,6 @@ from types import TracebackType
 import horovod.torch as hvd
 
 from hvd_ckpt.processes import watchdog
-from hvd_ckpt.utils.waits import awaited_by
 
 JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
 HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
@@ -62,7 +61,7 @@ def _line_for(error: Exception, trace: TracebackType | None) -> str:
     if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
         lost = watchdog.lost_hosts()
         reason = lost or ("" if "has been shut down" in text else text)
-        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))), awaited_by(error))
+        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))), watchdog.awaited_by(error))
         return f"{watchdog.who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
     if not _is_first("".join(traceback.format_exception(error))):
         return f"{watchdog.who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"

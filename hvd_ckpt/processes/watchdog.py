@@ -35,7 +35,7 @@ from horovod.torch import mpi_ops
 
 from hvd_ckpt.processes.grid import host_name, of_job
 from hvd_ckpt.processes.launchers import is_elastic, launched_rank
-from hvd_ckpt.utils.waits import awaited_in, looks
+from hvd_ckpt.utils.waits import looks
 
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
@@ -44,8 +44,9 @@ TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
 NOTICE_SECONDS = 60.0  # a wait that lasts longer is announced
 SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
-_LIBRARIES = tuple(
-    str(Path(file).parent) for file in (horovod.__file__, torch.__file__, Path(__file__).parent)
+_LIBRARIES = (
+    *(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, Path(__file__).parent)),
+    contextlib.__file__,  # of functions that are decorated with a context
 )
 
 
@@ -54,7 +55,7 @@ class Wait(NamedTuple):
 
     Attributes:
         since: when it began, on the watchdog's clock.
-        what: what is waited for, where the stack does not tell.
+        what: what is waited for, where the stack of the thread does not tell.
         least: seconds that it may last whatever the limit is.
         until: when it is over by itself.
     """
@@ -77,12 +78,10 @@ class Watchdog:
     unlimited: set[int] = field(default_factory=set)  # threads whose waits may last
     timeout: float | None = None  # seconds a wait may last; None without a limit
     peers: list[Peer] = field(default_factory=list)  # all ranks, once they have met
-    own: Peer | None = None  # this rank, likewise
     # Each is called every second, and gives what is waited for without a thread that waits.
     looks: Sequence[Callable[[], Wait | None]] = ()
     stopped: float = 0.0  # seconds this process has been stopped for; the clock leaves them out
     thread: threading.Thread | None = None
-    installed: bool = False
 
     def now(self) -> float:
         return time.monotonic() - self.stopped
@@ -106,9 +105,12 @@ class Watchdog:
             if wait is not None:
                 from hvd_ckpt.processes.hosts import Peer, diagnose  # loaded with the limit
 
-                what, seconds = wait.what or _waited_for(wait.thread), self.now() - wait.since
+                what, seconds = _words_for(wait), self.now() - wait.since
                 # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
-                finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+                try:
+                    finding = diagnose(self.peers, Peer.here(_number() or 0))
+                except Exception as error:  # this process ends all the same
+                    finding = f"the other ranks cannot be looked for ({error})"
                 if self._late() is not None:
                     end(f"{who()}: waited {seconds:.0f} s for {what}; {finding}")
 
@@ -142,8 +144,7 @@ class Watchdog:
                     else f"the limit is {max(self.timeout, wait.least):g} s"
                 )
                 _say_in_background(
-                    f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for "
-                    f"{wait.what or _waited_for(wait.thread)}; {limit}"
+                    f"{who()}: still waiting, after {self.now() - wait.since:.0f} s, for {_words_for(wait)}; {limit}"
                 )
 
 
@@ -174,7 +175,7 @@ def watch(seconds: float | None = None) -> None:
         import hvd_ckpt.processes.hosts  # noqa: F401  # here, as the file system may be what a later wait is for
 
         _dog.timeout = None if math.isinf(seconds) else float(seconds)
-    if not _dog.installed:
+    if _dog.thread is None:
         _install()
     _dog.start()
     if seconds is not None:
@@ -200,18 +201,28 @@ def waiting(what: str = "", least: float = 0.0) -> Iterator[None]:
     """Around a wait for another process, which is watched; within another one, that goes on afterwards.
 
     Args:
-        what: what is waited for, in words, for the message; by default what the stack tells.
+        what: what is waited for, in words, for the message; by default those of the wait around this one, or what the stack tells.
+            An error that leaves the context keeps them (:func:`awaited_by`).
         least: seconds that it may last whatever the limit is.
     """
     thread = threading.get_ident()
     around = _dog.waits.get(thread)
-    _dog.waits[thread] = Wait(_dog.now(), what, least, thread)
+    _dog.waits[thread] = Wait(_dog.now(), what or (around.what if around else ""), least, thread)
     try:
         yield
+    except BaseException as error:
+        if what:
+            error.__dict__.setdefault("awaited", what)
+        raise
     finally:
         _dog.waits.pop(thread, None)
         if around is not None:
             _dog.waits[thread] = around
+
+
+def awaited_by(error: BaseException) -> str:
+    """What was waited for when an error was raised; empty if it is not known."""
+    return str(error.__dict__.get("awaited", ""))
 
 
 def now() -> float:
@@ -224,18 +235,22 @@ def look_every_second(*looks: Callable[[], Wait | None]) -> None:
     _dog.looks = looks
 
 
-def introduce(peers: Sequence[Peer], rank: int) -> None:
+def introduce(peers: Sequence[Peer]) -> None:
     """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
-    from hvd_ckpt.processes.hosts import Peer
+    _dog.peers = list(peers)
 
-    _dog.peers, _dog.own = list(peers), peers[rank] if peers else Peer.here(rank)
+
+def _number() -> int | None:
+    """The rank of this process in the whole job."""
+    with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
+        if hvd.is_initialized():
+            return of_job().number
+    return launched_rank()
 
 
 def who() -> str:
     """This process in words: its rank in the whole job, and its host."""
-    rank = launched_rank()
-    with contextlib.suppress(ValueError):  # Horovod's, if it ends meanwhile
-        rank = of_job().number if hvd.is_initialized() else rank
+    rank = _number()
     return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 
@@ -245,31 +260,37 @@ def _meet() -> None:
         return
     from hvd_ckpt.processes.hosts import Peer
 
-    _dog.own = Peer.here(hvd.rank())
     # An error is of use to nobody yet; the next collective raises it again.
     with contextlib.suppress(hvd.HorovodInternalError):
-        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.processes.hosts")
+        _dog.peers = hvd.allgather_object(Peer.here(hvd.rank()), name="hvd_ckpt.processes.hosts")
 
 
 def lost_hosts() -> str:
     """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
-    if _dog.own is None:
+    if not _dog.peers:
         return ""
-    from hvd_ckpt.processes.hosts import lost
+    from hvd_ckpt.processes.hosts import Peer, lost
 
-    return lost(_dog.peers, _dog.own)
+    return lost(_dog.peers, Peer.here(_number() or 0))
 
 
 def end(line: str) -> NoReturn:
     """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
-    _say_in_background(line).join(SAYING_SECONDS)
+    saying = _say_in_background(line)
+    if saying is not None:
+        saying.join(SAYING_SECONDS)
     # Not sys.exit(): what runs at exit (Horovod's shutdown, MPI_Finalize) waits for the ranks that do not come.
     os._exit(1)
 
 
-def _say_in_background(line: str) -> threading.Thread:
+def _say_in_background(line: str) -> threading.Thread | None:
+    """Prints a line from a thread, since a full pipe would keep this one; or at once where no thread starts any more."""
     saying = threading.Thread(target=_say, args=(line,), daemon=True)
-    saying.start()
+    try:
+        saying.start()
+    except RuntimeError:  # from Python 3.12 on while the interpreter ends, which waits for Horovod's end
+        _say(line)
+        return None
     return saying
 
 
@@ -300,13 +321,14 @@ def _install() -> None:
                 del _dog.waits[key]
         with waiting("Horovod to end"):
             stop()
-        _dog.peers, _dog.own = [], None
+        _dog.peers, _dog.looks = [], ()  # which hold the links of the job
 
     def look(handle: int) -> Any:
-        done, now = poll(handle), _dog.now()
-        # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
-        wait = _dog.waits.pop(~handle, None) or Wait(now, thread=threading.get_ident())
-        if not done:
+        done, now, thread = poll(handle), _dog.now(), threading.get_ident()
+        # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again,
+        # unless the thread is known to wait.
+        wait = _dog.waits.pop(~handle, None) or Wait(now, thread=thread)
+        if not done and thread not in _dog.waits:
             _dog.waits[~handle] = wait._replace(until=now + POLL_LOOP_SECONDS)
         return done
 
@@ -325,7 +347,6 @@ def _install() -> None:
     library.horovod_torch_wait_and_clear = wait_and_clear
     basics._add_process_set_impl = waiting("a process set to be added")(basics._add_process_set_impl)
     basics._remove_process_set_impl = waiting("a process set to be removed")(basics._remove_process_set_impl)
-    _dog.installed = True
 
 
 def _time_for_hosts() -> float:
@@ -339,18 +360,17 @@ def _time_for_hosts() -> float:
     )
 
 
-def _waited_for(thread: int) -> str:
-    """The operation that a thread waits for and the user's call of it, from its stack."""
-    frame = sys._current_frames().get(thread)
-    return waited_for([] if frame is None else traceback.walk_stack(frame), awaited_in(thread))
+def _words_for(wait: Wait) -> str:
+    frame = sys._current_frames().get(wait.thread)
+    return waited_for([] if frame is None else traceback.walk_stack(frame), wait.what)
 
 
 def waited_for(frames: Iterable[tuple[FrameType, int]], words: str) -> str:
-    """The collective that a stack waits for, its tensor, and where the user's code called it.
+    """What a stack waits for, and where the user's code called it.
 
     Args:
         frames: with their lines, the innermost first.
-        words: what :func:`hvd_ckpt.utils.waits.waiting_for` was told, in place of collective and tensor.
+        words: what :func:`waiting` was told; by default the collective and its tensor.
     """
     operation = tensor = place = ""
     for frame, line in frames:

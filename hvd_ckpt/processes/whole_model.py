@@ -20,7 +20,6 @@ from hvd_ckpt.utils.cuts import Cut, cut_of
 
 
 _PLACE = "_hvd_ckpt_place"
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
 
 def is_split() -> bool:
@@ -30,9 +29,8 @@ def is_split() -> bool:
 
 def number_parameters(model: nn.Module) -> None:
     """Notes the place of each parameter in the whole model, before this process keeps only its own."""
-    parameters = list(model.parameters())
-    for place, parameter in enumerate(parameters):
-        setattr(parameter, _PLACE, (place, len(parameters)))
+    for place, parameter in enumerate(model.parameters()):
+        setattr(parameter, _PLACE, place)
 
 
 def gradient_norms(chosen: Sequence[Tensor], order: float) -> tuple[Tensor, set[torch.dtype]]:
@@ -55,24 +53,17 @@ def gradient_norms(chosen: Sequence[Tensor], order: float) -> tuple[Tensor, set[
     places = {parameter: getattr(parameter, _PLACE, None) for parameter in chosen}
     if None in places.values():
         raise ValueError("clip_grad_norm_: in a job with stages, give parameters of the hc.Pipeline")
-    count = next(place[1] for place in places.values() if place is not None)
-    # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
-    measured = torch.full((count,), -1.0, dtype=torch.float64)
-    for parameter, norm in zip(trained, whole):
-        measured[getattr(parameter, _PLACE)[0]] = norm
-    rows, dtypes = over_stages(measured, dtypes)
-    found = rows.max(dim=0).values
-    return found[~(found < 0)], dtypes  # with nan
+    measured = dict(zip((places[parameter] for parameter in trained), whole.tolist()))
+    # Copies of a tied parameter have equal norms, one of which counts.
+    stages, dtypes = over_stages(measured, dtypes)
+    found = dict(item for norms_of_stage in stages for item in norms_of_stage.items())
+    return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64), dtypes
 
 
-def over_stages(own: Tensor, dtypes: Collection[torch.dtype]) -> tuple[Tensor, set[torch.dtype]]:
-    """Numbers of each stage, one row for each, and the dtypes on any stage. Collective over the stages."""
-    if current().stages == 1:
-        return own[None], set(dtypes)
-    there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
-    rows = torch.stack(current().gather(torch.cat([own, there]), parts=False))
-    marks = rows[:, len(own) :].any(dim=0)
-    return rows[:, : len(own)], {dtype for dtype, mark in zip(_DTYPES, marks) if mark}
+def over_stages(own: Any, dtypes: Collection[torch.dtype]) -> tuple[list[Any], set[torch.dtype]]:
+    """What each stage has, and the dtypes on any stage. Collective over the stages."""
+    values, found = zip(*current().gather_objects((own, set(dtypes)), parts=False))
+    return list(values), set[torch.dtype]().union(*found)
 
 
 def norms(own: Tensor, parameters: Sequence[Tensor], order: float) -> Tensor:
@@ -129,7 +120,7 @@ def optimizer_state(
     """The same for the state of an optimizer of these parameters."""
     if current().tensor == 1:
         return own
-    entries: dict[int, dict[str, Any]] = {}
+    entries = {key: kept for key, kept in own["state"].items() if not isinstance(key, int)}  # of no parameter
     for number, parameter in enumerate(parameters):
         if number not in own["state"]:
             continue

@@ -3,13 +3,18 @@
 Functions and segments, run again as a whole:
 
     checkpoint     ``checkpoint``
+    reentrant      its reentrant variant: one autograd node
+    function       ``CheckpointFunction``: the call of another project
     sequential     chains of layers in segments
-    function       ``CheckpointFunction``: one autograd node
-    region         a function with the modules that it can reach, and its passes
-    state          random state and the like, restored for each recomputation (PyTorch's own by its checkpoint)
-    environment    settings and modes, restored with it
+    region         one checkpointed call, its first pass and its recomputations
+    reach          modules and tensors that a function can reach
+    state          random state and the like, restored for each recomputation
     written        tensors that a first pass has written
     containers     nested arguments and results
+
+Both regions and single calls:
+
+    environment    settings, modes and context variables, restored for each recomputation
 
 Single calls, dropped and replayed:
 
@@ -17,7 +22,8 @@ Single calls, dropped and replayed:
     tape           records the calls of a block, and drops results
     replay         runs dropped calls again
     keeper         tensors that are kept for that
-    saved          kept masks in bits
+    saved          masks in bits
+    masks          random masks of dropped calls, which a replay does not draw again
 
 Verification, and heads of language models:
 

@@ -50,6 +50,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order, with repetitions."""
     found: list[Tensor] = []
     for value in values:
+        if type(value) in _PLAIN:  # which saves most checks
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
@@ -102,6 +104,12 @@ def is_custom(func: Callable[..., Any]) -> bool:
 
 
 @functools.cache
+def draws(func: Callable[..., Any]) -> bool:
+    """Whether the function calls an operator of PyTorch that may draw random numbers by its schema."""
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(func))
+
+
+@functools.cache
 def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
     """Whether the function calls a single operator of PyTorch that draws no random numbers by its schema.
 
@@ -112,19 +120,19 @@ def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
         bool(overloads)
         and (not isinstance(func, FunctionType) or func in _WRAPPERS)
         and not is_custom(func)
-        and not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+        and not draws(func)
     )
 
 
 @functools.cache
 def changes_nothing(func: Callable[..., Any]) -> bool:
-    """Whether the function calls a single operator of PyTorch that changes no argument but one that is given as ``out``."""
+    """Whether the function reads an attribute, or calls a single operator of PyTorch that changes no argument but one that is given
+    as ``out``."""
+    if func in UNTRACKED or _updates_statistics(func):
+        return False
     places, inplace = _mutable(func)
-    return (
-        depends_on_arguments_alone(func)
-        and inplace is None
-        and all(name == "out" for _, name in places)
-        and func not in UNTRACKED
+    return call_name(func).endswith(".__get__") or (
+        depends_on_arguments_alone(func) and inplace is None and all(name == "out" for _, name in places)
     )
 
 
@@ -158,9 +166,15 @@ def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int
     return tuple(sorted(places)), names.index("inplace") if "inplace" in names else None
 
 
+@functools.cache
+def _updates_statistics(func: Callable[..., Any]) -> bool:
+    """Whether the function updates running statistics in training mode, which its schema may not tell."""
+    return call_name(func).partition(".")[0] in _STATISTICS and not is_custom(func)
+
+
 def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The running statistics that a call updates, and so does not read."""
-    if call_name(func).partition(".")[0] not in _STATISTICS or is_custom(func):
+    if not _updates_statistics(func):
         return []
     first = 1 if func in (functional.batch_norm, functional.instance_norm) else 3
     usual = kwargs.get("training", kwargs.get("use_input_stats", func is functional.instance_norm))

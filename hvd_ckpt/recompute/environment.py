@@ -1,8 +1,8 @@
-"""The environment of a first pass, which each recomputation gets back: settings, modes and context variables.
+"""The environment of a forward pass, which its recomputation gets back: settings, modes and context variables.
 
 A recomputation runs in the backward pass, after the caller has left the contexts of the first pass, and perhaps on another thread.
-So the torch function modes, dispatch modes and context variables of the first pass are noted, and are those of the recomputation. A
-mode that has been left is entered again.
+So the settings, torch function modes, dispatch modes and context variables of the first pass are noted, and are those of the
+recomputation, of a region or of a single call. A mode that has been left is entered again.
 
 Modes that only observe are left as the backward pass has them: a counter of operations counts what runs while it is entered.
 """
@@ -13,11 +13,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
 
-from hvd_ckpt.recompute.keeper import ATTENTION, DEFAULT_DTYPE, Global
 from hvd_ckpt.utils.torch_private import (
     LIBRARIES,
     PRIVATE_OBSERVERS,
@@ -87,36 +87,20 @@ class Modes:
         """Whether there are modes that may compute something else than the operations that are called."""
         return bool(self.functions or self.operations)
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outside: Modes | None = None,
-    ) -> Any:
-        """Runs ``function(*args, **kwargs)`` with these modes and context variables.
-
-        Args:
-            outside: what the thread had before contexts of the recomputation alone were entered, whose modes and variables stay.
-        """
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs ``function(*args, **kwargs)`` with these modes and context variables."""
         # A copy, since a context can be entered once at a time, and what the recomputation sets must not last.
         variables = self._variables.copy()
-        if outside is None and not in_mode() and self.device is None and not self.may_change_results():
+        if not in_mode() and self.device is None and not self.may_change_results():
             return variables.run(function, *args, **kwargs)
-        now, functions, operations = Modes(), self.functions, self.operations
-        if outside is not None:
-            functions += now.functions[len(outside.functions) :]
-            operations += now.operations[len(outside.operations) :]
-            for variable, value in now._variables.items():
-                if variable not in outside._variables or outside._variables[variable] is not value:
-                    variables.run(variable.set, value)
+        now = Modes()
         with contextlib.ExitStack() as restore:
             if now.device != self.device:
                 restore.enter_context(torch.device("cpu") if self.device is None else self.device)
-            if not _same(now.functions, functions):
-                restore.enter_context(_in_functions(functions))
-            if not _same(now.operations, operations):
-                restore.enter_context(_in_operations(operations))
+            if not _same(now.functions, self.functions):
+                restore.enter_context(_in_functions(self.functions))
+            if not _same(now.operations, self.operations):
+                restore.enter_context(_in_operations(self.operations))
             return variables.run(function, *args, **kwargs)
 
 
@@ -186,48 +170,83 @@ def _in_operations(wanted: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-class Environment:
-    """The modes, context variables and settings that the calling thread has now.
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    Settings are those in :data:`_GLOBALS`. Autocast and the random state of PyTorch are restored by what recomputes.
-    """
+
+def _be_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+_kernels: Any = torch.backends.cuda  # of attention, on every device: each kernel saves other tensors
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *(
+        (getattr(_kernels, f"{name}_sdp_enabled"), getattr(_kernels, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    (_deterministic, _be_deterministic),
+    *LIBRARIES,
+    *(
+        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        for kind in ("cpu", "cuda")
+    ),
+    *(
+        (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind))
+        for kind in ("cpu", "cuda")
+    ),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+"""Functions that read and set the settings; the last of them is autocast's cache of casts."""
+_READERS = [get for get, _ in _SETTINGS]
+
+
+def _read() -> tuple[Any, ...]:
+    return tuple([get() for get in _READERS])  # for each dropped call
+
+
+class Environment:
+    """The modes, context variables and settings that the calling thread has now."""
+
+    __slots__ = ("_settings", "modes")
 
     def __init__(self) -> None:
-        self._modes = Modes()
-        self._settings = tuple(setting.get() for setting in _GLOBALS)
+        self.modes = Modes()
+        self._settings = _read()
 
     @property
     def key(self) -> Hashable:
         """What tells an environment of another kind."""
-        autocast = [
-            torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
-        return self._modes.key, self._settings, *autocast
+        return self.modes.key, self._settings
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outside: Environment | None = None,
-    ) -> Any:
-        """Runs ``function(*args, **kwargs)`` in this environment. ``outside`` is as in :meth:`Modes.run`."""
-        with contextlib.ExitStack() as restore:
-            for setting, value in zip(_GLOBALS, self._settings):
-                if setting.get() != value:
-                    restore.enter_context(setting.changed(value))
-            return self._modes.run(function, args, kwargs, None if outside is None else outside._modes)
+    def is_current(self) -> bool:
+        """Whether the calling thread still has them all."""
+        return self._settings == _read() and self.modes == Modes()
+
+    @contextlib.contextmanager
+    def entered(self, caching: bool = True) -> Iterator[None]:
+        """A context with the settings; without the cache of autocast, if it is not ``caching``."""
+        before = _read()
+        entered = self._settings if caching else (*self._settings[:-1], False)
+        # As in torch.autocast: the outermost context of autocast ends with an empty cache.
+        torch.autocast_increment_nesting()
+        try:
+            _change(before, entered)
+            yield
+        finally:
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+            _change(entered, before)
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs ``function(*args, **kwargs)`` in this environment."""
+        with self.entered():
+            return self.modes.run(function, args, kwargs)
 
 
-_GLOBALS = (
-    DEFAULT_DTYPE,
-    ATTENTION,
-    Global(
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
-    ),
-    *map(Global._make, LIBRARIES),
-)
+def _change(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    for (_, change), old, new in zip(_SETTINGS, before, after):
+        if new != old:
+            change(new)

@@ -1,21 +1,18 @@
-"""Tensors that the tape keeps until the backward pass, and the global state that the result of a torch function depends on."""
+"""Tensors that the tape keeps until the backward pass."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed, compress
 from hvd_ckpt.utils.frames import aside
-from hvd_ckpt.utils.random_sources import global_sources
-from hvd_ckpt.utils.torch_private import infer_device_type, top_saved_tensors_default_hooks
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, top_saved_tensors_default_hooks
 from hvd_ckpt.utils.unmaterialized import present
 
 
@@ -23,15 +20,18 @@ class Keeper:
     """Keeper of tensors between the forward and the backward pass.
 
     Usually it holds nothing: autograd and the recorded calls hold the tensors. If other saved-tensor hooks are active (of an outer
-    region that is recomputed as a whole, or ``save_on_cpu``), kept tensors must pass through those hooks. The keeper then collects
-    them and saves them with autograd at the end of the forward pass.
+    region that is recomputed as a whole, or ``save_on_cpu``), kept tensors pass through those hooks, each once.
 
     Args:
         compress: as in :class:`.tape.Policy`.
+
+    Attributes:
+        collecting: whether other hooks are active.
     """
 
     def __init__(self, compress: bool = False) -> None:
-        self.collecting = top_saved_tensors_default_hooks(False) is not None
+        self._hooks = top_saved_tensors_default_hooks(False)
+        self.collecting = self._hooks is not None
         self._compresses = compress
         self._slots: dict[tuple[Any, ...], _Slot] = {}
 
@@ -41,7 +41,7 @@ class Keeper:
         Args:
             user: the function that needs the tensor, for the error if it is changed in place before the backward pass.
         """
-        if not self.collecting:
+        if self._hooks is None:
             return plain(tensor, user)
         version = version_of(tensor)
         # Without an address, no two tensors are known to be the same: each gets a slot of its own.
@@ -51,73 +51,68 @@ class Keeper:
         # Tensors that are the same view of the same memory at the same version share a slot, and are saved once.
         slot = self._slots.get(key)
         if slot is None or slot.elsewhere(tensor):
+            pack, unpack = self._hooks
+            with DisableTorchFunction(), torch.no_grad():  # as autograd calls hooks, and aside from the tape
+                alone = tensor.detach()
+                packed = pack(alone)
             stride = tensor.stride() if key[1:] else None
-            slot = self._slots[key] = _Slot(tensor.detach(), version, stride, changed=version)
+            slot = self._slots[key] = _Slot(alone, packed, unpack, stride, version, changed=version)
         return Kept(slot, user)
 
-    def keep_new(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
+    def keep_new(self, tensor: Tensor, user: str, then: Callable[[Callable[[], object]], None]) -> Any:
         """The object to hold in place of a tensor that the running call makes: as bits, or as it is.
 
         Args:
             user: the function that saves the tensor.
-            after: callbacks for the time when the running call has returned, which is when the form is chosen.
+            then: takes a callback for the time when the running call has returned, which is when the form is chosen.
         """
-        if not self._compresses:
+        # Other hooks may copy what they are given, and the call may still fill it.
+        if not (self._compresses or self.collecting):
             return self.keep(tensor, user)
         later = Later(Plain(tensor.detach(), version_of(tensor), user))
 
         def choose() -> None:
             with aside():
-                packed = compress(tensor)
-            if packed is None:
-                later.packed = self.keep(tensor, user)
-            elif self.collecting:
-                later.packed = dataclasses.replace(packed, payload=self.keep(packed.payload, user))
-            else:
-                later.packed = packed
+                packed = compress(tensor) if self._compresses else None
+            later.packed = self.keep(tensor, user) if packed is None else self.keep_bits(packed, user)
 
-        after.append(choose)
+        then(choose)
         return later
 
-    def close(self) -> None:
-        """Saves what was collected; called after the tape's own hooks have been left, so that the outer hooks get it.
+    def keep_bits(self, packed: Compressed, user: str) -> Compressed:
+        """The object to hold in place of a tensor in bits."""
+        if not self.collecting:
+            return packed
+        return dataclasses.replace(packed, payload=self.keep(packed.payload, user))
 
-        Each tensor is saved by a node of its own: a node frees all its tensors at a time, and each tensor must be freed after its
-        last use.
-        """
-        if self._slots:
-            with torch.enable_grad():
-                root = torch.empty(0, dtype=torch.float32, requires_grad=True)
-                for slot in self._slots.values():
-                    slot.save(root)
+    def close(self) -> None:
+        """Called when the forward pass has ended: the other hooks alone hold the tensors from here on."""
+        for slot in self._slots.values():
+            if slot.tensor is not None:
+                slot.changed = version_of(slot.tensor)
+                slot.tensor = None
         self._slots.clear()
 
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """A collected tensor, shared by all promises of it and freed with the last of them."""
+    """A tensor that other hooks have packed, shared by all promises of it."""
 
-    tensor: Tensor | None
-    version: int
+    tensor: Tensor | None  # until the end of the forward pass, and once it has been unpacked
+    packed: Any
+    unpack: Callable[[Any], Tensor]
     stride: tuple[int, ...] | None
-    changed: int  # the version when it was saved
-    saved: Any = None  # output of _Save, whose node holds the tensor
+    version: int
+    changed: int  # the version at the end of the forward pass
 
     def elsewhere(self, tensor: Tensor) -> bool:
         """Whether the memory belongs to another tensor now, because a split parameter has been freed and its memory reused."""
         return self.tensor is not None and memory_of(self.tensor) != memory_of(tensor)
 
-    def save(self, root: Tensor) -> None:
-        assert self.tensor is not None
-        self.changed = version_of(self.tensor)
-        # Keep the output and not only its node: PyTorch before 2.13 frees what a node has saved when the output is freed.
-        self.saved = _Save.apply(root, self.tensor)  # type: ignore[no-untyped-call]
-        self.tensor = None
-
     def get(self) -> Tensor:
         if self.tensor is None:
-            (saved,) = self.saved.grad_fn.saved_tensors
-            self.tensor = in_layout(saved, self.stride)
+            # Once: PyTorch's checkpoint unpacks each tensor a single time in a backward pass.
+            self.tensor = in_layout(self.unpack(self.packed), self.stride)
         return self.tensor
 
 
@@ -129,19 +124,6 @@ def in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     once = tensor[tuple(slice(None) if step else slice(1) for step in stride)]
     laid_out = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid_out.copy_(once).expand(tensor.shape)
-
-
-class _Save(torch.autograd.Function):
-    """Saves a tensor; nothing flows through it."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        raise AssertionError("no gradient flows here")
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,7 +141,7 @@ class Later:
 
 
 class Kept(NamedTuple):
-    """A promise of a tensor that a keeper has collected."""
+    """A promise of a tensor that other hooks have packed."""
 
     slot: _Slot
     user: str
@@ -231,108 +213,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 def version_of(tensor: Tensor) -> int:
     """Number of changes in place of a tensor; 0 for inference tensors, which do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-def autocast_state(device: str) -> AutocastState:
-    """Whether autocast is on, and its dtype, on the CPU and the device."""
-    cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    if device == "cpu" or not torch.amp.is_autocast_available(device):  # such as "meta"
-        return (cpu,)
-    return cpu, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-
-
-@contextlib.contextmanager
-def autocast_context(state: AutocastState, cache: bool = False) -> Iterator[None]:
-    """A context that restores a state of autocast, with or without its cache of casts."""
-    with contextlib.ExitStack() as stack:
-        for kind, enabled, dtype in state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield
-
-
-class Global(NamedTuple):
-    """A setting of the whole process: how it is read, and how it is set."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-    @contextlib.contextmanager
-    def changed(self, value: Any) -> Iterator[None]:
-        """A context in which it has another value."""
-        before = self.get()
-        if before == value:
-            yield
-            return
-        self.set(value)
-        try:
-            yield
-        finally:
-            self.set(before)
-
-
-def _attention_kernels() -> tuple[bool, ...]:
-    switches: Any = torch.backends.cuda  # they are valid on every device
-    return (
-        switches.flash_sdp_enabled(),
-        switches.mem_efficient_sdp_enabled(),
-        switches.math_sdp_enabled(),
-        switches.cudnn_sdp_enabled(),
-    )
-
-
-def _allow_kernels(allowed: tuple[bool, ...]) -> None:
-    switches: Any = torch.backends.cuda
-    kernels = ("flash", "mem_efficient", "math", "cudnn")
-    for kernel, on in zip(kernels, allowed):
-        getattr(switches, f"enable_{kernel}_sdp")(on)
-
-
-DEFAULT_DTYPE = Global(torch.get_default_dtype, torch.set_default_dtype)
-ATTENTION = Global(_attention_kernels, _allow_kernels)
-"""The kernels that attention may use. Each kernel saves different tensors."""
-
-
-class RandomState:
-    """The current random state of the CPU and of the devices of the inputs.
-
-    Args:
-        python: whether to include the states of Python's and NumPy's generators.
-    """
-
-    def __init__(self, *inputs: Any, python: bool = False) -> None:
-        self._cpu = torch.get_rng_state()
-        self._kind: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
-        self._devices: list[int] = []
-        self._states: list[Tensor] = []
-        if getattr(getattr(torch, self._kind, None), "_initialized", False):
-            self._devices, self._states = get_device_states(*inputs)
-        self._python = global_sources() if python else []
-
-    def moved(self) -> bool:
-        """Whether random numbers have been drawn since this state was taken."""
-        if not torch.equal(self._cpu, torch.get_rng_state()):
-            return True
-        module: Any = getattr(torch, self._kind, None)
-        if any(
-            not torch.equal(state, module.get_rng_state(index))
-            for index, state in zip(self._devices, self._states)
-        ):
-            return True
-        return any(source.moved() for source in self._python)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A context in which random numbers are drawn from this state."""
-        with contextlib.ExitStack() as restore:
-            restore.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
-            torch.set_rng_state(self._cpu)
-            if self._devices:
-                set_device_states(self._devices, self._states, device_type=self._kind)
-            for source in self._python:
-                restore.callback(source.set, source.get())
-                source.restore()
-            yield
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0

@@ -16,30 +16,28 @@ import math
 import operator
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
-from hvd_ckpt.recompute.environment import Modes
+from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import (
-    ATTENTION,
-    DEFAULT_DTYPE,
-    AutocastState,
+    Keeper,
     Kept,
     Plain,
-    RandomState,
-    autocast_context,
-    autocast_state,
     changed_in_place,
     memory_of,
     saving_nothing,
     version_of,
 )
+from hvd_ckpt.recompute.masks import Recording, Repeating
+from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.verify import Observation, Verification
+from hvd_ckpt.utils.random_sources import Source, drawing_from, global_sources, torch_sources
 from hvd_ckpt.utils.spans import span
 
 # Who holds whom. All references point one way, so reference counting frees everything with the graph, and no cycle waits for
@@ -77,31 +75,6 @@ class Reference:
     requires_grad: bool
 
 
-class Setting(NamedTuple):
-    """What the results of a call depend on beside its arguments; calls that ran one after the other usually share one."""
-
-    grad: bool  # whether gradients were enabled
-    autocast: AutocastState
-    dtype: torch.dtype  # the default dtype
-    modes: Modes  # in which it ran; of torch function modes, those outside of the tape
-
-    @classmethod
-    def now(cls, device: str) -> Setting:
-        """The setting of a call that runs now, on a device."""
-        return cls(torch.is_grad_enabled(), autocast_state(device), torch.get_default_dtype(), Modes())
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """A context in which gradients, autocast and the default dtype are as they were."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
-            if any(state[1] for state in (*self.autocast, *autocast_state(self.autocast[-1][0]))):
-                stack.enter_context(autocast_context(self.autocast))
-            stack.enter_context(DEFAULT_DTYPE.changed(self.dtype))
-            yield
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """A torch function that ran in the forward pass.
@@ -109,9 +82,9 @@ class Call:
     Attributes:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
-        setting: what else its results depend on.
-        random: the random state that it started from, if it has drawn random numbers.
-        attention: the kernels that attention was allowed to use, if the call may be an attention.
+        environment: what else its results depend on; calls that ran one after the other usually share one.
+        random: the random states that it started from, if it has drawn random numbers other than ``masks``.
+        masks: the random masks that it has drawn.
         references: the results of earlier calls among its arguments, each once.
         inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
         wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
@@ -123,9 +96,9 @@ class Call:
 
     func: Callable[..., Any]
     number: int
-    setting: Setting
-    random: RandomState | None = None
-    attention: tuple[bool, ...] | None = None
+    environment: Environment
+    random: list[Source]
+    masks: Sequence[Compressed] = ()
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
@@ -138,20 +111,22 @@ class Call:
 
     @classmethod
     def begun(
-        cls, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Setting | None
+        cls, func: Callable[..., Any], number: int, inputs: Sequence[Tensor], earlier: Environment | None
     ) -> Call:
-        """A call that is about to run. ``earlier`` is the setting of another call, which is kept if it is still the same."""
-        setting = Setting.now(inputs[0].device.type if inputs else "cpu")
-        call = cls(func, number, earlier if earlier is not None and setting == earlier else setting)
+        """A call that is about to run. ``earlier`` is the environment of another call, which is kept if it is still the same."""
+        environment = earlier if earlier is not None and earlier.is_current() else Environment()
+        random: list[Source] = []
         if not depends_on_arguments_alone(func):
-            call.random = RandomState(*inputs, python=is_custom(func))
-            call.attention = ATTENTION.get()
-        return call
+            random = torch_sources(inputs) + (global_sources() if is_custom(func) else [])
+        return cls(func, number, environment, random)
 
-    def ran(self) -> None:
-        """Called when the call has run in the forward pass: drops the random state if nothing was drawn from it."""
-        if self.random is not None and not self.random.moved():
-            self.random = None
+    def ran(self, recording: Recording | None, keeper: Keeper) -> None:
+        """Called when the call has run in the forward pass: drops the random states if no more was drawn than recorded masks."""
+        if recording is not None and recording.complete:
+            self.random = []
+            self.masks = [keeper.keep_bits(mask, call_name(self.func)) for mask in recording.masks]
+        elif not any(source.moved() for source in self.random):
+            self.random = []
 
     def keep(self, inner: Sequence[Tensor]) -> None:
         """Keeps the inner tensors of a call that turned out not to be repeatable."""
@@ -197,7 +172,7 @@ class Group:
             # Autograd unpacks on one thread for each device: the lock lets one of them replay and the others read its cache.
             if key not in call.cache:
                 with span("recompute", self._title):
-                    self._replay()
+                    _run_again([member for member in self.calls if member.wanted], set(self.calls))
             tensor = _cached(call, key)
             entry = call.cache[key]
             entry[1] -= 1
@@ -209,18 +184,6 @@ class Group:
         """Names of the calls, for a trace."""
         names = [call_name(call.func) for call in self.calls]
         return f"recompute {', '.join(names if len(names) <= 4 else [*names[:3], '...', names[-1]])}"
-
-    def _replay(self) -> None:
-        """Runs the calls again whose results or inner tensors are wanted, and caches these tensors."""
-
-        def cache(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
-            for key, count in call.wanted.items():
-                tensor = results[key] if key >= 0 else inner[-1 - key]
-                assert tensor is not None
-                call.cache[key] = [tensor, count, version_of(tensor)]
-
-        members = set(self.calls)
-        _run_again([call for call in members if call.wanted], members, cache)
 
 
 def _cached(call: Call, key: int) -> Tensor:
@@ -235,31 +198,23 @@ def _compute(reference: Reference) -> Tensor:
     """One result for another group that begins with it; nothing is cached."""
     if reference.output in reference.call.cache:
         return _cached(reference.call, reference.output)
-    computed: list[Tensor] = []
-
-    def take(call: Call, results: list[Tensor], inner: list[Tensor | None]) -> None:
-        if call is reference.call:
-            computed.append(results[reference.output])
-
-    _run_again([reference.call], None, take)
-    return computed[0]
+    place = reference.call, reference.output
+    return _run_again([reference.call], None, place)[place]
 
 
 def _run_again(
-    wanted: Sequence[Call],
-    members: Container[Call] | None,
-    take: Callable[[Call, list[Tensor], list[Tensor | None]], None],
-) -> None:
+    wanted: Sequence[Call], members: Container[Call] | None, *returned: tuple[Call, int]
+) -> dict[tuple[Call, int], Tensor]:
     """Runs the wanted calls and the calls they depend on, in order.
 
     Args:
-        members: the calls of the group that is replayed; results of other groups come from :func:`_compute`. None to compute
-            results only, without inner tensors, across groups.
-        take: called with each call that has run, its results and its inner tensors.
+        members: the calls of the group that is replayed, whose wanted tensors are cached; results of other groups come from
+            :func:`_compute`. None to compute results only, without inner tensors, across groups.
+        returned: results that are returned, by call and number.
     """
     # First backward through the references, to find the calls that are needed and to count the readers of each result; then
     # forward. A result is freed when its last reader has run.
-    readers: dict[tuple[Call, int], int] = defaultdict(int)
+    readers: dict[tuple[Call, int], int] = defaultdict(int, dict.fromkeys(returned, 1))
     read: set[Call] = set()
     needed, open_calls = set(wanted), list(wanted)
     while open_calls:
@@ -274,8 +229,9 @@ def _run_again(
                 open_calls.append(reference.call)
     values: dict[tuple[Call, int], Tensor] = {}
     in_order = sorted(needed, key=lambda call: call.number)
-    for setting, calls in itertools.groupby(in_order, key=lambda call: call.setting):
-        with setting.restored():
+    for environment, calls in itertools.groupby(in_order, key=operator.attrgetter("environment")):
+        # Without autocast's cache, which must not hold a cast of a replayed argument.
+        with environment.entered(caching=False), saving_nothing():
             for call in calls:
                 for reference in call.references:
                     place = (reference.call, reference.output)
@@ -291,10 +247,15 @@ def _run_again(
                 for output, result in enumerate(results):
                     if readers[call, output]:
                         values[call, output] = result
-                take(call, results, inner)
+                for key, count in call.wanted.items() if members is not None else ():
+                    tensor = results[key] if key >= 0 else inner[-1 - key]
+                    assert tensor is not None
+                    call.cache[key] = [tensor, count, version_of(tensor)]
+    return values
 
 
 _SPECIFIED = (Stored, Scratch, Reference)
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class _Enough(Exception):
@@ -304,10 +265,10 @@ class _Enough(Exception):
 class _Run:
     """Runs a call again.
 
-    Everything that a result depends on is as it was: gradients (PyTorch also chooses kernels by that), autocast, random state,
-    attention kernels, default dtype, modes, and which arguments are the same tensor. Autograd saves nothing here: ``_pack`` sees
-    what it would save, skips the arguments, numbers the rest as ``Tape.pack`` did, and ends the call once the last wanted tensor
-    has appeared, so that a matrix product that is the last step of a call need not run.
+    Everything that a result depends on is as it was: the settings of the environment (PyTorch also chooses kernels by whether
+    gradients are enabled), modes, random state, and which arguments are the same tensor. Autograd saves nothing here: ``_pack``
+    sees what it would save, skips the arguments, numbers the rest as ``Tape.pack`` did, and ends the call once the last wanted
+    tensor has appeared, so that a matrix product that is the last step of a call need not run.
     """
 
     def __init__(
@@ -317,7 +278,8 @@ class _Run:
         # Numbers of the inner tensors that are wanted, and the last of them.
         self._wanted = {-1 - key for key in call.wanted if key < 0} if inner_needed else set()
         self._last = max(self._wanted, default=-1)
-        self._arguments: dict[int, tuple[Tensor, int]] = {}  # by specification: each tensor with its version
+        # By specification: each tensor with its version and, if inner tensors are wanted, its memory.
+        self._arguments: dict[int, tuple[Tensor, int, int | None]] = {}
         self._inner: list[Tensor | None] = []
 
     def run(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -325,13 +287,14 @@ class _Run:
         call, results = self._call, []
         args = map_tensors(self._argument, _SPECIFIED, call.args)
         kwargs = map_tensors(self._argument, _SPECIFIED, call.kwargs)
+        random = (
+            drawing_from(call.random) if call.random else Repeating(call.masks) if call.masks else _NOTHING
+        )
+        hooks = saving_nothing(self._pack) if self._wanted else _NOTHING
         try:
-            # A call without them draws no random numbers and is no attention.
-            restored = contextlib.nullcontext() if call.attention is None else self._restored()
-            with restored, saving_nothing(self._pack):
-                results = [
-                    result.detach() for result in tensors_in(call.setting.modes.run(call.func, args, kwargs))
-                ]
+            with random, hooks:
+                result = call.environment.modes.run(call.func, args, kwargs)
+                results = [tensor.detach() for tensor in tensors_in(result)]
         except _Enough:
             pass
         finally:
@@ -345,19 +308,12 @@ class _Run:
             )
         return results, self._inner
 
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        """A context with the random state and the kernels of attention of the first time."""
-        call = self._call
-        random = contextlib.nullcontext() if call.random is None else call.random()
-        with random, ATTENTION.changed(call.attention):
-            yield
-
     def _argument(self, spec: Any) -> Tensor:
         # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
         if id(spec) not in self._arguments:
             tensor = self._build(spec)
-            self._arguments[id(spec)] = tensor, version_of(tensor)
+            memory = memory_of(tensor) if self._wanted else None
+            self._arguments[id(spec)] = tensor, version_of(tensor), memory
         return self._arguments[id(spec)][0]
 
     def _build(self, spec: Any) -> Tensor:
@@ -379,16 +335,18 @@ class _Run:
         number = len(self._inner)
         self._inner.append(tensor.detach() if number in self._wanted else None)
         # A kernel that draws random numbers may fill a tensor after it was saved (rrelu does), so such a call runs to its end.
-        if not self._result_needed and number >= self._last and self._call.random is None:
+        if not self._result_needed and number >= self._last and not self._call.random:
             raise _Enough
 
     def _is_argument(self, tensor: Tensor) -> bool:
         """Whether it is an argument that has not changed since, or a view of one."""
+        for source, version, _ in self._arguments.values():
+            if source is tensor and version_of(source) == version:
+                return True
         memory = memory_of(tensor)
-        return any(
-            (source is tensor or (memory is not None and memory_of(source) == memory))
-            and version_of(source) == version
-            for source, version in self._arguments.values()
+        return memory is not None and any(
+            known == memory and version_of(source) == version
+            for source, version, known in self._arguments.values()
         )
 
 

@@ -103,8 +103,8 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
         return None
     if flat.dtype is torch.bool:
         bits = flat.view(torch.uint8)
-        if bits.device.type == "cpu":
-            return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little")), 1
+        if bits.device.type == "cpu":  # the copy is in memory that PyTorch counts
+            return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little")).clone(), 1
         return _to_bits(bits), 1
     same_bits = flat.view(_SAME_BITS[flat.element_size()])
     step = max(flat.numel() // _SAMPLE, 1)
@@ -120,7 +120,8 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
 
 
 def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
-    packed = np.empty(-(-len(elements) // 8), dtype=np.uint8)
+    result = torch.empty(-(-len(elements) // 8), dtype=torch.uint8)  # in memory that PyTorch counts
+    packed = result.numpy()
     is_set, fits = np.empty((2, min(_PIECE, len(elements))), dtype=np.bool_)
     for start in range(0, len(elements), _PIECE):
         piece = elements[start : start + _PIECE]
@@ -131,7 +132,7 @@ def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
             return None
         bits = np.packbits(is_set[: len(piece)], bitorder="little")
         packed[start // 8 : start // 8 + len(bits)] = bits
-    return torch.from_numpy(packed)
+    return result
 
 
 def _pack_on_device(same_bits: torch.Tensor) -> tuple[torch.Tensor, int] | None:

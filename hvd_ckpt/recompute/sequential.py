@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
-from hvd_ckpt.recompute.region import Chained
+from hvd_ckpt.recompute.checkpoint import run_checkpointed
+from hvd_ckpt.recompute.region import Chained, Options
 from hvd_ckpt.utils.frames import is_recomputing
 
 Layer = Callable[..., Any]

@@ -3,7 +3,7 @@
 A recomputation must compute what the first pass computed, and leave no trace. The state may have changed in between, and some of it
 changes each time the code runs:
 
-- the random state of Python, of NumPy and of generators within reach (the variant of checkpoint restores that of PyTorch);
+- the random state of PyTorch, on the CPU and the devices of the arguments, of Python, of NumPy and of generators within reach;
 - the training flags of the modules;
 - which parameters and other tensors require gradients (a parameter may be frozen for the forward pass alone);
 - the tensors that are parameters and buffers of the modules;
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
 from hvd_ckpt.utils.frames import aside
-from hvd_ckpt.utils.random_sources import Source, global_sources, source_of
+from hvd_ckpt.utils.random_sources import Source, drawing_from, global_sources, source_of, torch_sources
 from hvd_ckpt.utils.torch_private import DisableTorchFunction
 
 
@@ -68,6 +68,7 @@ class ForwardState:
     """The state around one first pass, for its recomputations.
 
     Args:
+        arguments: the tensors among the arguments of the pass.
         modules: all modules that the pass can reach.
         generators: objects that draw random numbers and that the pass can reach.
         tensors: tensors that the pass can reach and no module has. Small ones that it writes are restored.
@@ -87,13 +88,14 @@ class ForwardState:
 
     def __init__(
         self,
+        arguments: Sequence[Tensor],
         modules: Sequence[nn.Module],
-        generators: Sequence[Any] = (),
-        tensors: Sequence[Tensor] = (),
-        preserve_random: bool = True,
-        learn: bool = False,
+        generators: Sequence[Any],
+        tensors: Sequence[Tensor],
+        preserve_random: bool,
+        learn: bool,
     ) -> None:
-        self._modules = modules
+        self._arguments, self._modules = arguments, modules
         self._modes = [(module, module.training) for module in modules]
         # Others may stand in their places by then, as after torch.func.functional_call().
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -134,15 +136,20 @@ class ForwardState:
         generators.update(
             (id(generator), generator) for space in self._spaces for generator in space.generators
         )
+        always: list[Source] = []
+        others: list[Source] = []
         if self._preserve_random:
-            self._random = [*global_sources(), *map(source_of, generators.values())]
+            always = torch_sources(self._arguments)
+            others = [*global_sources(), *map(source_of, generators.values())]
+        self._random = always + others
+        self._arguments = ()
         try:
             yield
         finally:
             self.note_written()
             self._spaces = None
             # A source from which the pass has drawn nothing is not drawn from again either, so it need not be restored.
-            self._random = [source for source in self._random if source.moved()]
+            self._random = always + [source for source in others if source.moved()]
 
     def note_written(self) -> bool:
         """Finds the tensors that the pass has written so far. Must be called before each recomputation.
@@ -182,9 +189,7 @@ class ForwardState:
                 tensors = [*tensors, *(tensor for tensor, _ in alive)]
                 flags = [*flags, *(flag for _, flag in alive)]
             restore.enter_context(requiring_grad(tensors, flags))
-            for source in self._random:
-                restore.callback(source.set, source.get())
-                source.restore()
+            restore.enter_context(drawing_from(self._random))
             if self._written:
                 scratch: dict[int, Tensor] = {}
                 with aside():

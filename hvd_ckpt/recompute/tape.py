@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,14 +39,16 @@ from hvd_ckpt.recompute.calls import (
     changed_by,
     changes_nothing,
     depends_on_arguments_alone,
+    draws,
     map_tensors,
     statistics_of,
     tensors_in,
 )
 from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Keeper, memory_of, version_of
-from hvd_ckpt.recompute.region import refuse_transforms
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Setting, Stored, View, unpack
+from hvd_ckpt.recompute.masks import Recording
+from hvd_ckpt.recompute.reach import refuse_transforms
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe_all, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.utils.frames import depth, keeps_everything
@@ -93,22 +95,54 @@ class _Tag(NamedTuple):
     fresh: bool  # the result lies in memory that dropped calls have allocated
 
 
-_Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
+class _Input:
+    """A tensor among the arguments of a call, as it was before the call.
+
+    A version that has grown afterwards shows a change in place, which may also have made the tensor require a gradient.
+    """
+
+    __slots__ = ("_memory", "requires_grad", "tag", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, tag: _Tag | None) -> None:
+        self.tensor, self.tag = tensor, tag
+        self.version, self.requires_grad = version_of(tensor), tensor.requires_grad
+        self._memory: int | None = -1  # not known yet
+
+    @property
+    def memory(self) -> int | None:
+        """The address of its memory."""
+        if self._memory == -1:
+            self._memory = memory_of(self.tensor)
+        return self._memory
 
 
-@dataclass(eq=False, slots=True)
 class _Running:
-    """The torch function that is running."""
+    """The torch function that is running.
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
-    inputs: _Inputs | None = None  # until they are needed, for a function that changes none of them
-    call: Call | None = None  # None if its results are not dropped, like the group
-    group: Group | None = None
-    inner: list[Tensor] = field(default_factory=list)  # new ones that it has saved, and may have to keep
-    after: list[Callable[[], object]] = field(default_factory=list)  # when it has filled what it has saved
+    Attributes:
+        may_change: whether it may change its arguments in place.
+        inputs: None until they are needed, for a function that changes none of them.
+        call, group: None if its results are not dropped.
+        inner: new tensors that it has saved, and may have to keep.
+        after: callbacks for the time when it has filled what it has saved.
+    """
+
+    __slots__ = ("after", "args", "call", "func", "group", "inner", "inputs", "kwargs", "may_change", "name")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # For each torch function of a block, so nothing is made here that most do not need.
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name = call_name(func)
+        self.may_change = "out" in kwargs or not changes_nothing(func)
+        self.inputs: list[_Input] | None = None
+        self.call: Call | None = None
+        self.group: Group | None = None
+        self.inner: list[Tensor] | None = None
+        self.after: list[Callable[[], object]] | None = None
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` when the function has returned."""
+        self.after = [callback] if self.after is None else [*self.after, callback]
 
 
 @disable_dynamo
@@ -137,6 +171,7 @@ def run_selectively(
     try:
         with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
+        tape.copy_written()
     finally:
         tape.close()
     return result
@@ -179,7 +214,7 @@ class Tape(TorchFunctionMode):
         # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass. Where it
         # has been freed, its address is another tensor's.
         self._written: dict[int, StorageWeakRef] = {}
-        self._setting: Setting | None = None  # of the last dropped call
+        self._environment: Environment | None = None  # of the last dropped call
         self._token = object()  # tells this tape's marks on tensors from those of earlier tapes
 
     def __torch_function__(
@@ -195,12 +230,17 @@ class Tape(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
-    def close(self) -> None:
-        """Ends the forward pass: removes all marks, and hands collected tensors to the outer hooks."""
-        # Before the keeper closes, which saves what has been collected until then: these copies, too.
+    def copy_written(self) -> None:
+        """Copies kept arguments in small tensors that calls have changed; called at the end of a forward pass that has come to it.
+
+        An error ends it before: that of an outer region's recomputation, which has all the tensors that it needs, among them.
+        """
         for memory, storage in self._written.items():
             if not storage.expired():  # type: ignore[no-untyped-call]
                 self._copy_stored(memory)
+
+    def close(self) -> None:
+        """Ends the forward pass: removes all marks."""
         self.keeper.close()
         self._stored.clear()
         for reference in self._tagged:
@@ -213,47 +253,44 @@ class Tape(TorchFunctionMode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
         number = self._count
-        running = _Running(func, args, kwargs, call_name(func))
+        running = _Running(func, args, kwargs)
         drops = self._drops(number, running.name)
-        needs_grad: list[bool] = []
-        may_change = "out" in kwargs or not changes_nothing(func)
-        if drops or may_change:
-            # Read before the call: a version that has grown afterwards shows a change in place, which may also have made a tensor
-            # require a gradient.
+        if drops or running.may_change:
             running.inputs = self._inputs(args, kwargs)
-            needs_grad = [tensor.requires_grad for tensor, _, _ in running.inputs]
-            if may_change:
+            if running.may_change:
                 self._protect(func, args, kwargs)
-            if drops and self._repeatable(func, args, kwargs, running.inputs, may_change):
+            if drops and self._repeatable(running, running.inputs):
                 running.call = Call.begun(
-                    func, number, [tensor for tensor, _, _ in running.inputs], self._setting
+                    func, number, [given.tensor for given in running.inputs], self._environment
                 )
                 running.group = Group()
-                self._setting = running.call.setting
+                self._environment = running.call.environment
                 self._begin(running.call)
         outer, self._running = self._running, running
+        recording = Recording() if running.call is not None and draws(func) else None
         try:
-            result = func(*args, **kwargs)
+            with recording or nullcontext():
+                result = func(*args, **kwargs)
         finally:
             self._running = outer
         outputs = [result] if isinstance(result, Tensor) else tensors_in(result)
-        for finish in running.after:
+        for finish in running.after or ():
             finish()
         if running.call is not None:
-            running.call.ran()
+            running.call.ran(recording, self.keeper)
             if not outputs:
-                running.call.keep(running.inner)
+                running.call.keep(running.inner or ())
         if outputs:
             self._count += 1
             if running.call is not None:
-                self._record(running, needs_grad, outputs)
+                self._record(running, outputs)
             elif self._dropped and not self._expected(number, running.name):
                 # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
         return result
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        return [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Input]:
+        return [_Input(tensor, self._tag(tensor)) for tensor in tensors_in(*args, *kwargs.values())]
 
     def _begin(self, call: Call) -> None:
         """Called before a droppable call runs; for subclasses (``planning.trace``)."""
@@ -266,24 +303,19 @@ class Tape(TorchFunctionMode):
         return number < len(calls) and calls[number] == name
 
     @staticmethod
-    def _repeatable(
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: _Inputs,
-        may_change: bool,
-    ) -> bool:
+    def _repeatable(running: _Running, inputs: list[_Input]) -> bool:
         """Whether the call gives the same results when it runs again with the same arguments.
 
         A call that changes its first argument in place is repeatable if a replay allocates that argument again, that is, if it
         lies in memory that dropped calls have allocated.
         """
+        func, args, kwargs = running.func, running.args, running.kwargs
         if func in UNREPEATABLE or any(isinstance(value, _CHANGING) for value in (*args, *kwargs.values())):
             return False
-        changed = changed_by(func, args, kwargs) if may_change else []
+        changed = changed_by(func, args, kwargs) if running.may_change else []
         if not changed:
             return True
-        first, _, tag = inputs[0]
+        first, tag = inputs[0].tensor, inputs[0].tag
         return all(tensor is first for tensor in changed) and tag is not None and tag.fresh
 
     def _tag(self, tensor: Tensor) -> _Tag | None:
@@ -318,62 +350,56 @@ class Tape(TorchFunctionMode):
                     copy = stored.kept.peek().clone()
                 stored.kept = self.keeper.keep(copy, call_name(call.func))
 
-    def _record(self, running: _Running, needs_grad: list[bool], outputs: list[Tensor]) -> None:
+    def _record(self, running: _Running, outputs: list[Tensor]) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
         # A call that has run changes nothing, or running statistics (which a replay updates in scratch copies), or its first
         # argument, if it returns that and it is a dropped result itself. Whatever else it has changed, its results are kept.
-        call, group, inputs, args, kwargs = (
-            running.call,
-            running.group,
-            running.inputs,
-            running.args,
-            running.kwargs,
-        )
+        call, group, inputs = running.call, running.group, running.inputs
         assert call is not None and group is not None and inputs is not None
-        changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
-        sources = {id(tensor) for tensor, _, _ in inputs}
+        may_change = running.may_change
+        changed = (
+            [given for given in inputs if version_of(given.tensor) != given.version] if may_change else []
+        )
+        sources = {id(given.tensor) for given in inputs}
         new = [
             (output, tensor) for output, tensor in enumerate(outputs) if changed or id(tensor) not in sources
         ]
         if not new and not call.inner:
             return
-        scratch = statistics_of(call.func, args, kwargs)
-        changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
+        scratch = statistics_of(call.func, running.args, running.kwargs) if may_change else []
+        changed = [given for given in changed if not any(given.tensor is statistic for statistic in scratch)]
         if changed:
-            if (
-                len(changed) == 1
-                and changed[0] is inputs[0]
-                and inputs[0][2] is not None
-                and outputs[0] is inputs[0][0]
-            ):
+            first = inputs[0]
+            if changed == [first] and first.tag is not None and outputs[0] is first.tensor:
                 call.in_place = True
             else:
-                call.keep(running.inner)
+                call.keep(running.inner or ())
                 return
         specified: dict[int, Stored | Scratch | Reference] = {}
         # Memory that a replay finds and does not allocate: of kept arguments, and of results that lie in it. A result in it is
         # not fresh, so that a later call which changes it in place cannot be dropped.
         foreign: set[int | None] = set()
-        for (tensor, _, tag), requires_grad in zip(inputs, needs_grad):
+        for given in inputs:
+            tensor, tag = given.tensor, given.tag
             if id(tensor) in specified:
                 continue
-            memory = None
             if tag is None or not tag.fresh:
-                memory = memory_of(tensor)
-                foreign.add(memory)
+                foreign.add(given.memory)
             if scratch and any(tensor is statistic for statistic in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
-                specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, running.name), requires_grad)
-                self._stored.setdefault(memory or 0, []).append((weakref.ref(stored), call))
+                stored = Stored(self.keeper.keep(tensor, running.name), given.requires_grad)
+                specified[id(tensor)] = stored
+                self._stored.setdefault(given.memory or 0, []).append((weakref.ref(stored), call))
             else:
                 # The argument is a dropped result: the two calls are replayed together, except across a break.
                 tag.call.read = True
                 if tag.call.number not in self._policy.breaks:
                     group.merge(tag.group.root())
-                specified[id(tensor)] = reference = Reference(tag.call, tag.output, requires_grad)
+                specified[id(tensor)] = reference = Reference(tag.call, tag.output, given.requires_grad)
                 call.references.append(reference)
-        call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
+        call.args = map_tensors(lambda tensor: specified[id(tensor)], Tensor, running.args)
+        call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, running.kwargs)
         group.calls.append(call)
         for output, tensor in new:
             fresh = memory_of(tensor) not in foreign
@@ -403,10 +429,14 @@ class Tape(TorchFunctionMode):
             if any(value is tensor for value in running.args):
                 return self.keeper.keep(tensor, name)
             running.inputs = self._inputs(running.args, running.kwargs)
-        memory = memory_of(tensor)
-        for source, version, tag in running.inputs:
-            same = source is tensor or (memory is not None and memory_of(source) == memory)
-            if same and version_of(source) == version:
+        memory: int | None = -1  # not known yet
+        for given in running.inputs:
+            source, tag = given.tensor, given.tag
+            if source is not tensor:
+                memory = memory_of(tensor) if memory == -1 else memory
+                if memory is None or given.memory != memory:
+                    continue
+            if version_of(source) == given.version:
                 # The place of a view is only valid if a replay returns the result in the same memory layout. A result that is a
                 # view of a kept tensor may not, if that tensor passes through other hooks, which may return it in less memory.
                 can_be_viewed = tag is not None and (tag.fresh or not self.keeper.collecting)
@@ -420,13 +450,13 @@ class Tape(TorchFunctionMode):
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
-            return self.keeper.keep_new(tensor, name, running.after)
+            return self.keeper.keep_new(tensor, name, running.then)
         running.call.inner += 1
         if not depends_on_arguments_alone(running.func):  # it may change its arguments past its schema
-            running.inner.append(tensor)
+            running.inner = [*(running.inner or ()), tensor]
         holder = _hold(running.group, running.call, -running.call.inner)
         if self._verification is not None:
-            running.after.append(functools.partial(self._see, holder, tensor))
+            running.then(functools.partial(self._see, holder, tensor))
         return holder
 
     def _see(self, holder: Holder, tensor: Tensor) -> Holder:

@@ -168,31 +168,25 @@ class Namespace:
                 if isinstance(value, GENERATORS):
                     self.generators.append(value)
                 continue
-            if type(value) is not Tensor and type(value) is not nn.Parameter:
-                if is_absent(value):
-                    continue
-                if is_lazy(value):
-                    self.tensors.append((key, value, _LAZY))
-                    continue
+            if is_absent(value):
+                continue
             stamp = self._stamp(key, value)
             self.tensors.append((key, value, stamp))
-            if self._is_copied(key, value):
+            if stamp is not _LAZY and self._is_copied(key, value):
                 self.copies[key] = _copy(None if learn else module, key, value, stamp)
 
     def _stamp(self, key: str, value: Tensor) -> Any:
         """A value that differs before and after a write: usually the version of the tensor."""
         # Three tensors have another stamp: lazy ones; those that were seen to be written past their version counter, which count as
         # written in each pass; and running statistics, by the count of batches.
+        if is_lazy(value):
+            return _LAZY
         if _unseen and self.module is not None and key in _unseen.get(self.module, ()):
             return object()
-        if self.kind == "_buffers" or self.kind == "attributes":
-            if type(value) is not Tensor and is_lazy(value):
-                return _LAZY
-            assert self.module is not None
-            if key in STATISTICS and (version := statistics_version(self.module, key)) is not None:
+        if key in STATISTICS and self.module is not None:
+            version = statistics_version(self.module, key)
+            if version is not None:
                 return version, version_of(value)
-        elif type(value) is not nn.Parameter and is_lazy(value):
-            return _LAZY
         return version_of(value)
 
     def _is_copied(self, key: str, value: Tensor) -> bool:

@@ -217,14 +217,18 @@ def broadcast_optimizer_state(
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
     # In the order of the root's entries: tensors are matched by their place in the list alone.
     for (number, name), outlined in outline.items() if mpi_ops.rank() != root_rank else ():
-        _, parameter = entries[number, name]
+        _, parameter = entries.get((number, name), (None, None))
         value = _rebuild(outlined, tensors, parameter)
-        if name is None:
+        if number == _OTHERS:
+            optimizer.state[name] = value
+        elif name is None:
             optimizer.param_groups[number].update(value)
         elif value:
             optimizer.state[parameter] = value
         else:
             optimizer.state.pop(parameter, None)
+    for _, key in entries.keys() - outline.keys():  # none of which are of parameters
+        del optimizer.state[key]
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
     level(optimizer, dict(enumerate(states)), root_rank)
 
@@ -250,12 +254,17 @@ class _TensorOutline:
     beside_parameter: bool
 
 
-def _entries(
-    optimizer: torch.optim.Optimizer, sharded: bool
-) -> dict[tuple[int, str | None], tuple[dict[str, Any], Any]]:
-    """What is sent, with the parameter that it is of: each group's options, by the group's number; and the state of each of its
-    parameters, by number and name, unless it is sharded."""
-    entries: dict[tuple[int, str | None], tuple[dict[str, Any], Any]] = {}
+_OTHERS = -1  # in place of a group's number
+
+
+def _entries(optimizer: torch.optim.Optimizer, sharded: bool) -> dict[tuple[int, Any], tuple[Any, Any]]:
+    """What is sent, with the parameter that it is of: each group's options, by the group's number; and, unless it is sharded, the
+    state of each of its parameters, by number and name, and what is kept under other keys."""
+    state: dict[Any, Any] = {} if sharded else optimizer.state
+    others = {key: kept for key, kept in state.items() if not isinstance(key, torch.Tensor)}
+    entries: dict[tuple[int, Any], tuple[Any, Any]] = {
+        (_OTHERS, key): (kept, None) for key, kept in others.items()
+    }
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         entries[number, None] = options, next(iter(group["params"]), None)

@@ -51,7 +51,7 @@ def name_parameters(
         ]
     else:
         pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."

@@ -16,7 +16,7 @@ class ControlFlags(NamedTuple):
 
     Attributes:
         used: for each parameter, whether it has a gradient.
-        late: for each parameter, whether a gradient came after its bucket had left.
+        late: for each parameter, whether a gradient came after its bucket had left (whole gradients).
         resynchronize: a rank asks for the resynchronization.
         notice: a rank has a notice for the caller.
         further: a rank has launched, or needs, more rounds than all make without being told (gradients in shards).

@@ -16,7 +16,7 @@ from hvd_ckpt.collectives.agreement import check_present
 from hvd_ckpt.collectives.asynchronous import GRADIENTS
 from hvd_ckpt.reduction.assignment import BucketAssignment, lay_out
 from hvd_ckpt.reduction.buckets import view_of
-from hvd_ckpt.reduction.communicator import Communicator
+from hvd_ckpt.reduction.communicator import Communicator, Compression, encode
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,15 @@ class FurtherRounds:
         Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
         """
         by, values = self.communicator, gradient.values()
-        # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
-        wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
+        # An empty tensor and a longer one are joined along the first dimension.
+        wire, _ = encode(values, Compression.none)
         works = [
             by.allgather(tensor.contiguous(), f"sparse.{index}.{part}")
             for part, tensor in (("indices", gradient.indices().t()), ("values", wire))
         ]
         indices, gathered = (work.wait(GRADIENTS) for work in works)
+        if values.is_complex():
+            gathered = torch.view_as_complex(gathered)
         if by.op == Average:
             gathered = gathered / by.process_set.size()
         summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)

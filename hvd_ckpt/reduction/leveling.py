@@ -80,8 +80,7 @@ class Live:
     """
 
     def __init__(self) -> None:
-        # Leveling is collective, so all ranks go through the optimizers in one order.
-        self._optimizers = sorted(live_optimizers(), key=lambda optimizer: optimizer.identity)
+        self._optimizers = live_optimizers()
         self.states = {optimizer.identity: common_state(optimizer) for optimizer in self._optimizers}
 
     def level(self, states: Sequence[Mapping[int, CommonState | None]], root_rank: int) -> None:

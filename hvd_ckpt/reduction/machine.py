@@ -17,10 +17,10 @@ gradients of several rounds. In the first step the groups have the order of the 
 gradient is expected once in each pass: an unused one holds back its group, and those behind it, until ``synchronize()``. A group
 that no rank has had gradients of for two steps is left out until it is used again.
 
-What comes to a group later leaves with its next round. *Late* is what comes after its bucket, or after the last round that the
-passes so far have begun. A further round in ``synchronize()`` has what is left on some rank: late parts, whose results are added;
-what has come in place of a gradient that all ranks have dropped in flight; and groups that were left out (:mod:`.further` makes
-it for buckets). Parameters without a bucket follow at the end.
+What comes to a group later leaves with its next round. *Late* is what comes after its bucket. A further round in
+``synchronize()`` has what is left on some rank: late parts, whose results are added; what has come in place of a gradient that all
+ranks have dropped in flight; and groups that were left out (:mod:`.further` makes it for buckets). Parameters without a bucket
+follow at the end.
 
 **In** :meth:`Machine.synchronize` the ranks go through these methods together:
 

@@ -49,6 +49,10 @@ class GradientsState(State):
 
 def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divides a reduction state into the fields of :class:`GradientsState` and the reducer's state, empty without a reducer."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"reduction state cannot be loaded: it is a {type(state).__name__}, and must be a dict"
+        )
     names = GradientsState.model_fields
     return (
         {name: value for name, value in state.items() if name in names},

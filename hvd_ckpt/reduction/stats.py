@@ -13,7 +13,8 @@ class StepStats:
     Attributes:
         launch_order: indices of the buckets, in the order in which this rank launched them.
         launches_in_backward: how many of them left before the backward pass was over.
-        late_gradients: names of the parameters that arrived after their bucket had left (on any rank).
+        late_gradients: names of the parameters that arrived after their bucket had left (on any rank). With gradients in shards,
+            the group of a late one is launched once more.
         unbucketed_gradients: names of the tensors that were reduced outside the buckets (late parts, new or sparse parameters).
         control_messages: reductions that carried control flags alone.
     """

@@ -11,7 +11,7 @@ from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
-_live: list[weakref.ref[ReducedOptimizer]] = []
+_live: weakref.WeakSet[ReducedOptimizer] = weakref.WeakSet()
 
 
 def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
@@ -81,12 +81,11 @@ def _tell_schedulers(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[
 
 def register(optimizer: ReducedOptimizer) -> None:
     """Hooks the parameters' gradients (``Reducer.begin``) and adds the optimizer to :func:`live_optimizers`."""
-    _live.append(weakref.ref(optimizer))
+    _live.add(optimizer)
     if optimizer.reducer is not None:
         optimizer.reducer.begin(optimizer)
 
 
 def live_optimizers() -> list[ReducedOptimizer]:
-    """Those of this process that are in use, the oldest first."""
-    _live[:] = [reference for reference in _live if reference() is not None]
-    return [optimizer for reference in _live if (optimizer := reference()) is not None]
+    """Those of this process that are in use, in an order that is the same on every rank."""
+    return sorted(_live, key=lambda optimizer: optimizer.identity)

@@ -10,16 +10,13 @@ All stages:
     sharding         the parts of an optimizer, as one object, and whether the user or the wrapped class finds them
     surface          what a user finds in its state, and runs around its step
     state            the optimizer's state in parts
-    clipping         the norm of all gradients
-    averaging        running averages of the weights
 
 Gradients (stages 2 and 3):
 
     reducer          reduce-scatters groups during the backward pass
     schedule         when each group leaves
     in_flight        flat buffers of gradients on their way, and the sums that arrive
-    gradients        placeholders in ``p.grad``, and whole gradients
-    replicas, tree   gradients of logical replicas
+    gradients        placeholders in ``p.grad``
 
 Weights:
 

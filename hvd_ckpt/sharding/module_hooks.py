@@ -49,18 +49,15 @@ def register_post_backward(
     """
     with DisableTorchFunction():
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        wanted = [
-            place
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        # One that is given twice stays one: attention looks whether query, key and value are the same tensor.
+        wanted = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         if not wanted:
             return None
         # One node for all inputs: its backward pass comes once, when the gradients of all of them are there.
-        passed = _PostBackward.apply(post_backward, call, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
-        for place, tensor in zip(wanted, passed):
-            call.entered.append((leaves[place], tensor))
-            leaves[place] = tensor
+        passed = _PostBackward.apply(post_backward, call, *wanted.values())  # type: ignore[no-untyped-call]
+        call.entered += zip(wanted.values(), passed)
+        by_id = dict(zip(wanted, passed))
+        leaves = [by_id.get(id(leaf), leaf) for leaf in leaves]
         given: tuple[Any, Any] = pytree.tree_unflatten(leaves, structure)
     return given
 

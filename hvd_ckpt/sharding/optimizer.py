@@ -399,20 +399,11 @@ class ShardedOptimizer(ReducedOptimizer):
         ]
 
     def load_weight_pieces(self, parts: Iterable[tuple[str, int, int, torch.Tensor]]) -> None:
-        """Loads this rank's elements from pieces of any ranks, and gathers the weights. Collective.
-
-        Raises:
-            ValueError: an element of this rank's weights is missing.
-        """
+        """Loads what :meth:`weight_pieces` returns, with other values, and gathers the weights. Collective."""
         sharding = self.sharding
-        by_name: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-        for name, start, stop, values in parts:
-            by_name.setdefault(name, []).append((start, stop, values))
         with torch.no_grad():
-            for name, start, stop, own in self._pieces_of(sharding.store.shards):
-                own.copy_(
-                    state.assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own)
-                )
+            for (*_, own), (*_, values) in zip(self._pieces_of(sharding.store.shards), parts, strict=True):
+                own.copy_(values)
         sharding.masters.follow()
         sharding.store.shards_changed(sharding.layout.groups)
 

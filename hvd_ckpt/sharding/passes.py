@@ -34,11 +34,10 @@ from hvd_ckpt.sharding.module_hooks import (
     tensors_within,
 )
 from hvd_ckpt.sharding.unshard import ShardedUnit
-from hvd_ckpt.utils.frames import is_recomputing
+from hvd_ckpt.utils.frames import aside, is_recomputing
 from hvd_ckpt.utils.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,
-    disable_current_modes,
     execution_engine,
     sequence_number,
 )
@@ -101,7 +100,7 @@ class Passes:
         self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         """A module of the unit, by its number there, is about to run; returns what it is given instead."""
-        with _quietly():
+        with aside():
             in_backward = _in_backward()
             if not in_backward and self._backward is not None:  # that pass has failed
                 self.reshard()
@@ -139,7 +138,7 @@ class Passes:
         if unit is not self.root or not unit.begun:
             awaited = self._watch(unit, call, output, tensors_left_in(module, (args, kwargs), since))
             output = apart(output, unit.holds)
-        with _quietly():
+        with aside():
             if not _in_backward():
                 if unit is self.root:
                     self._end_of_root(number, awaited)
@@ -176,7 +175,7 @@ class Passes:
 
     def _gather_exactly(self) -> None:
         """Gathers what the shards hold into all units; writes to it are found."""
-        with _quietly():
+        with aside():
             # All are on their way before the first is waited for.
             for unit in self.units:
                 unit.unshard(exactly=True)
@@ -205,14 +204,14 @@ class Passes:
             self._write_back()
 
     def _write_back(self) -> None:
-        with _quietly():
+        with aside():
             for unit in self.units:
                 unit.write_back()
 
     def summon_again(self) -> None:
         """Shards have changed: within :meth:`summon`, the whole parameters follow. Collective there."""
         if self.summoned:
-            with _quietly():
+            with aside():
                 for unit in self.units:
                     unit.reshard()
             self._gather_exactly()
@@ -237,7 +236,7 @@ class Passes:
         self.reshard()
         copies: list[list[torch.Tensor]] = []
         with contextlib.ExitStack() as stack:
-            with _quietly():
+            with aside():
                 for unit in self.units:
                     unit.unshard(exactly=True)
                     unit.wait_for_unshard()
@@ -304,7 +303,7 @@ class Passes:
 
     def _pre_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """A gradient has come back to an output of the unit, or of a module inside it."""
-        # Read before _quietly() turns gradients off: in a backward pass they are on with create_graph=True only.
+        # Read before aside() turns gradients off: in a backward pass they are on with create_graph=True only.
         differentiated = torch.is_grad_enabled()
         if (
             not differentiated
@@ -313,7 +312,7 @@ class Passes:
             and (call is None or call in unit.in_backward)
         ):
             return
-        with _quietly():
+        with aside():
             self._begin_backward()
             if call is not None:
                 unit.in_backward.add(call)
@@ -324,12 +323,12 @@ class Passes:
     def post_backward(self, unit: ShardedUnit, call: UnitCall) -> None:
         """The backward pass of this call of the unit is over."""
         unit.in_backward.discard(call)
-        with _quietly():
+        with aside():
             self._reshard(unit)
 
     def _missed(self, number: int) -> None:
         """A recomputation of operations apart from their modules reads parameters of the unit."""
-        with _quietly():
+        with aside():
             self._begin_backward()
             self._unshard(self.units[number])
 
@@ -345,7 +344,7 @@ class Passes:
             return
         # A pass that has failed does not come here, and teaches no order: reshard() drops it.
         self._learn(finished)
-        with _quietly():
+        with aside():
             # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.
             for unit in self.units:
                 unit.in_backward.clear()
@@ -416,10 +415,3 @@ def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> No
 
 def _in_backward() -> bool:
     return current_graph_task_id() != -1 or is_recomputing()
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Context for work that is not the model's: hooks and modes that watch the model do not see it, and it has no gradient."""
-    with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
-        yield

@@ -95,8 +95,6 @@ class ShardReducer(Machine):
         self._schedule = Schedule(layout, how.passes if how.replicas is None else None)
         self._needs: list[int] = []  # launches of each group that this rank needs
         self.used, self.uncleared = [False] * len(layout.parameters), False
-        # By parameter whose gradient has left in this step: in which round last.
-        self._rounds: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
 
@@ -176,7 +174,6 @@ class ShardReducer(Machine):
         del parts  # before there is memory for what arrives
         number = self._schedule.launched[group.position]
         for index in used:
-            self._rounds[index] = number
             self._gradients[index].send(None)
         self._in_flight.launch(group, flat, self._schedule.position, number)
         self._schedule.has_left(group, in_sequence)
@@ -267,30 +264,18 @@ class ShardReducer(Machine):
         Returns:
             Its flags, and for each group, how many launches this rank needs.
         """
-        launched, due = self._schedule.launched, self._schedule.due
-        used, late = ([0.0] * len(self.used) for _ in range(2))
-        needs = list(launched)
+        launched = self._schedule.launched
+        used, needs = [False] * len(self.used), list(launched)
         for index, (gradient, group) in enumerate(zip(self._gradients, self._layout.group_of)):
             if self._has_more(index):
-                last = launched[group.position]
-                needs[group.position] = last + 1
-            elif gradient.state is DROPPED:
-                continue
-            else:
-                last = self._rounds.get(index, -1)
-            # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
-            # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
-            if last >= 0:
-                used[index], late[index] = 1.0, float(last >= due)
-            elif self.used[index]:
-                used[index] = 1.0
-            elif gradient.is_zero:
-                used[index] = 1.0
-                # A group sends zeros for what it has no gradient of, once at least.
-                needs[group.position] = max(needs[group.position], 1)
+                used[index], needs[group.position] = True, launched[group.position] + 1
+            elif gradient.is_zero:  # a group sends zeros for what it has no gradient of, once at least
+                used[index], needs[group.position] = True, max(needs[group.position], 1)
+            elif gradient.state is not DROPPED:
+                used[index] = gradient.is_away or self.used[index]
         further = self._schedule.position > self._agreed or needs != launched
         asked = (self._report.wanted, self.notice, further, unsteady, self._any_uncleared())
-        return ControlFlags(used, late, *map(float, asked)), needs
+        return ControlFlags(used, [False] * len(used), *map(float, asked)), needs
 
     def _send_rest(self, needs: Sequence[int]) -> None:
         """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
@@ -341,7 +326,6 @@ class ShardReducer(Machine):
         for gradient, used in zip(self._gradients, self.used):
             if not (used and gradient.is_away):
                 gradient.begin_step()
-        self._rounds.clear()
 
     def drop_gradients(self) -> None:
         there = [gradient for gradient in self._gradients if gradient.parameter.grad is not None]

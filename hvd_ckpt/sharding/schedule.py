@@ -61,8 +61,9 @@ class Schedule:
         self.reset()
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on."""
-        self._next_passes = passes
+        """Another number of backward passes in a round, from the next step on, where that is not all those of a step."""
+        if self._next_passes is not None:
+            self._next_passes = passes
         if not any(self.launched) and not any(self._arrived_in_round):  # else the step has begun
             self.begin_step()
 
@@ -122,14 +123,6 @@ class Schedule:
         for index in group.indices:
             self._arrived_in_round[index] = 0
 
-    @property
-    def due(self) -> int:
-        """Rounds that this rank has gradients for: backward passes so far over the passes of a round, rounded up.
-
-        Backward passes are not counted: their number is that of the accumulations that most parameters have.
-        """
-        return max(1, -(-self._passes_done() // (self._passes or 1)))
-
     def last_arrivals(self) -> list[int]:
         """Place of each group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
         last = self._counts.last_arrival
@@ -138,6 +131,7 @@ class Schedule:
     # ---------------------------------------------------------------------------------- between steps
 
     def _passes_done(self) -> int:
+        """Backward passes so far, which are not counted: their number is that of the accumulations that most parameters have."""
         if self._passes is None:
             return 1
         # If most parameters have two accumulations, there were two passes: one with four is used

@@ -144,7 +144,7 @@ def whole_ranges(optimizer: Any) -> list[ShardRange]:
 
 
 class Sources:
-    """States of pieces or of whole parameters, found by name.
+    """States of pieces or of whole parameters, found by name; and what is kept under other keys, as the first has it.
 
     Args:
         parts: for each rank, its state; one without ``"pieces"`` is of whole parameters.
@@ -152,6 +152,7 @@ class Sources:
 
     def __init__(self, parts: Sequence[Mapping[str, Any]], whole: Sequence[ShardRange]) -> None:
         self._found: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
+        self._others: dict[Any, Any] = {}
         self._in_pieces = all("pieces" in part for part in parts)
         for part in parts:
             pieces = part.get("pieces")
@@ -163,12 +164,15 @@ class Sources:
                     )
                 pieces = [parameter[:3] for parameter in whole]
             for number, values in part["state"].items():
+                if not isinstance(number, int):
+                    self._others.setdefault(number, values)
+                    continue
                 name, start, stop = pieces[number]
                 self._found.setdefault(name, []).append((start, stop, values))
 
-    def states(self, targets: Sequence[ShardRange]) -> dict[int, dict[str, Any]]:
-        """The state of each target that has one, by its number."""
-        states = {}
+    def states(self, targets: Sequence[ShardRange]) -> dict[Any, dict[str, Any]]:
+        """The state of each target that has one, by its number, and what is kept under other keys."""
+        states = dict(self._others)
         for number, target in enumerate(targets):
             sources = self._found.get(target.name)
             if sources is not None and target.start < target.stop:

@@ -33,6 +33,10 @@ class StateOfPieces(defaultdict[Any, Any]):
 
     __copy__ = copy
 
+    def update(self, *given: Any, **more: Any) -> None:
+        for key, entries in dict(*given, **more).items():
+            self[key] = entries
+
 
 def _of_pieces_alone(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)

@@ -6,7 +6,7 @@ at the same time, and one gather serves both.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -181,22 +181,13 @@ def _users(
 ) -> Iterator[tuple[nn.Parameter, list[int | None]]]:
     """Each parameter, and the units whose modules have it; None for the model beside them."""
     unit_of = {id(module): number for number, modules in enumerate(chosen) for module in modules}
-    users: dict[int, dict[int | None, None]] = {}
-    seen: set[tuple[int, int | None]] = set()
-
-    def visit(module: nn.Module, unit: int | None) -> None:
-        unit = unit_of.get(id(module), unit)
-        # A module in two units is visited for each of them, so that its parameters are found to be shared.
-        if (id(module), unit) in seen:
-            return
-        seen.add((id(module), unit))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), {})[unit] = None
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, None)
+    units: dict[str, int | None] = {}  # by the names of modules
+    users: dict[int, dict[int | None, None]] = defaultdict(dict)
+    # Also a module in two units, by all of its names, so that its parameters are found to be shared.
+    for name, module in model.named_modules(remove_duplicate=False):
+        unit = units[name] = unit_of.get(id(module), units.get(name.rpartition(".")[0]))
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)][unit] = None
     for parameter in model.parameters():
         yield parameter, list(users[id(parameter)])
 

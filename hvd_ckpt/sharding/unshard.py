@@ -22,13 +22,13 @@ from hvd_ckpt.collectives.asynchronous import Work
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.collectives.formats import FP32, WireFormat
 from hvd_ckpt.offload.shards import Offload
+from hvd_ckpt.processes.watchdog import waiting
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.module_hooks import UnitCall
 from hvd_ckpt.utils.fingerprint import fingerprints
 from hvd_ckpt.utils.torch_private import identity_of
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
-from hvd_ckpt.utils.waits import waiting_for
 
 
 # What a unit has in each state, and what leads out of it. ``whole`` is its flat tensor, a parameter the same object throughout.
@@ -238,7 +238,7 @@ class ShardedUnit:
         """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
         assert self._state is _State.SHARDED
         self._state = _State.UNSHARDING
-        with waiting_for(self._awaited):  # another rank may have gone before this one begins
+        with waiting(self._awaited):  # another rank may have gone before this one begins
             for flat in self.flats:
                 flat.allocate()
                 exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format

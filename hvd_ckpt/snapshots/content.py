@@ -89,22 +89,25 @@ class RankManifest(Strict):
 
 
 def staged(rank: int, staging: Staging | None, state: SavedState) -> SavedState:
-    """The state with copies in place of tensors, which ``staging`` makes, if given: of those that may change at once before this
-    returns. Raises Wrong if the state holds something that files do not, or there is no memory for the copies."""
+    """The state with copies in place of tensors, which ``staging`` makes, if given: those of plain values, and of ranges that may
+    change at once, before this returns. Raises Wrong if the state holds something that files do not, or there is no memory for the
+    copies."""
 
-    def copy_of(tensor: Tensor, at_once: bool = False) -> Tensor:
-        return tensor if staging is None else staging.copy_of(tensor, at_once or tensor.nbytes <= SMALL)
+    def copy_of(tensor: Tensor, at_once: bool = True) -> Tensor:
+        return tensor if staging is None else staging.copy_of(tensor, at_once)
+
+    def plain(value: Any, place: str) -> Any:
+        return map_tensors(value, place, lambda tensor: copy_of(stored(tensor).detach()))
 
     if staging is not None:
         staging.restart()
-    own = map_tensors(state.per_rank, "per_rank", lambda one: copy_of(stored(one).detach(), True))
-    replicated, ranges = None, list[Range]()
-    if rank == 0:
-        replicated = map_tensors(state.replicated, "replicated", lambda one: copy_of(stored(one).detach()))
+    own = plain(state.per_rank, "per_rank")
+    replicated, ranges = plain(state.replicated, "replicated") if rank == 0 else None, list[Range]()
     for each in state.ranges:
         if not each.name.isprintable():
             raise Wrong(f"a tensor has the name {ascii(each.name)[:60]}: give printable texts as names")
-        ranges.append(each._replace(values=copy_of(each.values, each.changing)))
+        at_once = each.changing or each.values.nbytes <= SMALL
+        ranges.append(each._replace(values=copy_of(each.values, at_once)))
     if staging is not None:
         staging.start()
     return dataclasses.replace(state, replicated=replicated, per_rank=own, ranges=ranges)

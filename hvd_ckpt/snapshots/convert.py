@@ -102,13 +102,16 @@ def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
     replicated = old.replicated
     optimizer, ema = replicated.pop("optimizer"), replicated["ema"] or {"averages": {}}
     if replicated["ema"] is not None:
-        replicated["ema"] = {"n_averaged": ema["n_averaged"]}
+        replicated["ema"] = ema["n_averaged"]
+    position = replicated.pop("loader", None)  # in the data, of all ranks
+    replicated = {"scheduler": None, "loop": {}, **replicated}
     for name in ("epoch", "epoch_start"):  # of streams of samples, which no run has any more
         replicated.get("progress", {}).pop(name, None)
     layout = Layout(stage=sharding["stage"], pipeline_stages=stages)
-    states = []
+    states, logged = list[SavedState](), list[Any]()  # the latter of a run of hvd-ckpt train
     for rank in range(ranks):
         own, ranges = old.state(rank_file(rank)), weights if rank == 0 else list[Range]()
+        own["loader"] = own.get("loader") or position
         if own["local"] is not None:
             raise Wrong(
                 "it is of local SGD, where ranks have weights of their own: end that run by the earlier version"
@@ -138,8 +141,11 @@ def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
                 ranges += ranges_of(found, piece)
             bare = {key: value for key, value in state.items() if key not in ("master_weights", "averages")}
             own["optimizer"] = plain_values(bare, plain)
+        logged += own.pop("logged", [])
         buffers = own.pop("buffers").items()
         ranges += [Range.of(f"buffers@{rank % (ranks // stages)}/{name}", buffer) for name, buffer in buffers]
         states.append(SavedState(replicated, own, ranges, manifest["aliases"], layout))
     replicated["options"] = options_of(optimizer["param_groups"])
+    if logged:  # of the parts of a batch, which all stages have counted alike
+        replicated.setdefault("logged", logged[: len(logged) // stages])
     return states

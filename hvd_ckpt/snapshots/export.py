@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, Manifest, Range
+from hvd_ckpt.snapshots.reader import Snapshot, naming
+from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, Range
 from hvd_ckpt.snapshots.tensors import save_tensors
 from hvd_ckpt.utils.schema import Wrong, shown
 
@@ -25,42 +25,40 @@ Write = Callable[[Path, dict[str, Tensor]], object]
 
 
 def export(
-    path: Path, output: Path, ema: bool = False, write: Write = save_tensors
-) -> tuple[Manifest, int, int]:
+    snapshot: Snapshot, output: Path, ema: bool = False, write: Write = save_tensors
+) -> tuple[int, int]:
     """Writes the weights and buffers of a snapshot, with the names and shapes of ``state_dict()``, as one safetensors file.
 
     Tied weights are there under each of their names. Of a run of local SGD they are the mean of all ranks'. The file is there
-    completely or not at all. Returns the manifest of the snapshot, and the numbers of tensors and bytes that were written.
+    completely or not at all. Returns the numbers of tensors and bytes that were written.
 
     Args:
-        path: path of a snapshot.
+        snapshot: of any number of ranks.
         output: path of the file, in a folder that exists.
         ema: write the moving averages of the weights in their place.
         write: writes a file or folder under the name that it is given.
 
     Raises:
-        SnapshotError: the snapshot is missing or damaged, or has no averages.
+        SnapshotError: the snapshot is damaged, or has no averages.
         FileExistsError: something has the file's name.
         OSError: the file cannot be written.
     """
-    _check_new(output)
-    snapshot = open_snapshot(path)
     weights = whole_weights(snapshot, ema)
     unnamed = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         write(unnamed, weights)
-        # Asked again: reading takes long, and rename() would replace a file that has got this name meanwhile.
-        _check_new(output)
+        if os.path.lexists(output):  # which rename() would replace
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
         os.rename(unnamed, output)
     except Wrong as error:
-        raise SnapshotError(f"The snapshot '{path}' cannot be exported: {error}.") from None
+        raise SnapshotError(f"The snapshot '{snapshot.path}' cannot be exported: {error}.") from None
     finally:
         if unnamed.is_dir():
             shutil.rmtree(unnamed, ignore_errors=True)
         else:
             unnamed.unlink(missing_ok=True)
     written = [output] if output.is_file() else list(output.iterdir())
-    return snapshot.manifest, len(weights), sum(file.stat().st_size for file in written)
+    return len(weights), sum(file.stat().st_size for file in written)
 
 
 def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
@@ -106,8 +104,3 @@ def _take_means(snapshot: Snapshot, weights: dict[str, Tensor]) -> None:
             for values in snapshot.read([Range(copy, 0, whole.numel, whole) for copy in copies]):
                 total += values
         weights[name] = whole.unflatten(total / len(copies)).to(weight.dtype)
-
-
-def _check_new(output: Path) -> None:
-    if os.path.lexists(output):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.buckets import TensorSpec
 from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.sharding.state import state_after_a_step
-from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split
+from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split, own_buffers
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import OTHER_MODEL, TensorMetadata, rank_file
+from hvd_ckpt.snapshots.schema import OTHER_MODEL, Range, TensorMetadata, rank_file
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import NUMBER, Count, Positive, State, described, is_number, is_single
 
@@ -28,12 +27,6 @@ S = TypeVar("S", bound=State)
 R = TypeVar("R", bound="ReplicatedState")
 
 # ------------------------------------------------------------------------------------ plain values
-
-
-class Average(State):
-    """The state of averaged weights; the averages are tensors of the kind ``average``."""
-
-    n_averaged: Count
 
 
 class Scaler(State):
@@ -66,20 +59,23 @@ class OptimizerValues(State):
 class ReplicatedState(State):
     """Plain values that are the same on every rank.
 
-    ``kinds``: the names of the classes of optimizer and scheduler; ``groups``: the names of the parameters in each group, and
-    ``options``: their options. ``mid_period``: the ranks have weights of their own.
+    ``kinds``: the names of the classes of optimizer and scheduler, and the kind of the loader; ``groups``: the names of the
+    parameters in each group, and ``options``: their options. ``ema``: the updates of the average. ``mid_period``: the ranks have
+    weights of their own. ``scheduler`` and ``loop`` are those of a loop of one's own.
     """
 
     kinds: dict[str, str | None] = Field(default_factory=dict)
     groups: list[list[str]]
     options: list[dict[str, Any]]
-    ema: Average | None
+    ema: Count | None
     scaler: Scaler | None
     threads: Positive
     device: str
     replicas: ReplicasState | None
     extra: dict[str, Any] = Field(default_factory=dict)  # rank 0's
     mid_period: bool
+    scheduler: dict[str, Any] | None
+    loop: dict[str, Any]
 
     @model_validator(mode="after")
     def _has_options_of_its_groups(self) -> ReplicatedState:
@@ -97,19 +93,6 @@ class PerRankState(State):
     optimizer: OptimizerValues | None
     extra: dict[str, Any] = Field(default_factory=dict)  # of modules, from get_extra_state()
     local: Apart | None
-
-
-class LoopState(ReplicatedState):
-    """State of a loop of one's own that is the same on every rank."""
-
-    scheduler: dict[str, Any] | None
-    loader: dict[str, Any] | None
-    loop: dict[str, Any]
-
-
-class LoopRankState(PerRankState):
-    """State of a loop of one's own of each rank; ``loader`` is None if that is the same on every rank."""
-
     loader: dict[str, Any] | None
 
 
@@ -149,26 +132,22 @@ def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Opti
     names and shapes. :func:`check_state` has passed the snapshot; in a pipeline stage, the model has the weights of its blocks."""
     names = ModelTensors(model, optimizer)
     with snapshot.comparing():
-        _check_tensors(snapshot, names, dict(model.named_buffers()))
+        _check_tensors(snapshot, names, own_buffers(snapshot, model))
         _check_groups(snapshot, names)
         _check_optimizer(snapshot, names, optimizer)
 
 
-def _check_tensors(snapshot: Snapshot, names: ModelTensors, buffers: Mapping[str, Tensor]) -> None:
-    manifest = snapshot.manifest
+def _check_tensors(snapshot: Snapshot, names: ModelTensors, own: Mapping[str, Tensor]) -> None:
+    """What is missing is found where it is read."""
     here = {name: names.place(tensor)[0] for name, tensor in names.tensors.items()}
-    own_here = {name: _metadata(buffer) for name, buffer in buffers.items()}
-    for name in here:
-        if not {f"weights/{name}", f"weights/{manifest.aliases.get(name)}"} & manifest.tensors.keys():
-            raise Wrong(f"weights has no {shown(name)}: {OTHER_MODEL}")
-    own, replicas = snapshot.own_buffers, snapshot.replicated["replicas"]
-    given = [(*stored.partition("/")[::2], there) for stored, there in manifest.tensors.items()]
-    for of_replica in replicas["buffers"].values() if replicas is not None else ():
-        given += [("buffers", name, _metadata(buffer)) for name, buffer in of_replica.items()]
-    for kind, name, there in given:
-        if "@" in kind and kind != own:  # another rank's
+    for stored, there in snapshot.manifest.tensors.items():
+        kind, _, name = stored.partition("/")
+        if stored in own:
+            known: TensorMetadata | None = Range.of(stored, own[stored]).whole
+        elif "@" in kind:  # another rank's
             continue
-        known = own_here.get(name) if kind in ("buffers", own) else here.get(names.aliases.get(name, name))
+        else:
+            known = here.get(names.aliases.get(name, name))
         if known is None and (names.in_stages or name.rpartition(".")[2] == EXTRA):
             continue  # a snapshot has the tensors of the whole model, and a stage those of its blocks
         if known is None:
@@ -178,10 +157,6 @@ def _check_tensors(snapshot: Snapshot, names: ModelTensors, buffers: Mapping[str
         alike = floats or there.dtype == known.dtype or kind.startswith("optimizer.")
         if there.size != known.size or not alike:
             raise Wrong(f"{kind}[{shown(name)}] is {there}, and must be {known}: {OTHER_MODEL}")
-
-
-def _metadata(tensor: Tensor) -> TensorMetadata:
-    return TensorMetadata.of(tensor.dtype, TensorSpec.of(tensor))
 
 
 # ------------------------------------------------------------------------------------ the optimizer

@@ -101,17 +101,13 @@ class ModelTensors:
         self._parameters = [part for part in whole if isinstance(part.tensor, nn.Parameter)]
         self._buffers = [part for part in whole if not isinstance(part.tensor, nn.Parameter)]
         self._own_buffers = dict(model.named_buffers())
-        self._places: dict[tuple[int, torch.dtype], tuple[TensorMetadata, int]] = {}
 
     def place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> tuple[TensorMetadata, int]:
         """The whole tensor, or its state of another dtype, and the first element there of this process's part."""
-        key = id(tensor), dtype or tensor.dtype
-        if key not in self._places:
-            index = None if self.layout is None else self.layout.index(tensor)
-            spec = TensorSpec.of(tensor) if index is None else self.layout.specs[index]
-            whole = TensorMetadata.of(key[1], spec, cut_of(tensor), self._grid.tensor)
-            self._places[key] = whole, whole.place_of(self._grid.part)[0]
-        return self._places[key]
+        index = None if self.layout is None else self.layout.index(tensor)
+        spec = TensorSpec.of(tensor) if index is None else self.layout.specs[index]
+        whole = TensorMetadata.of(dtype or tensor.dtype, spec, cut_of(tensor), self._grid.tensor)
+        return whole, whole.place_of(self._grid.part)[0]
 
     def range_of(self, kind: str, part: Part, values: Tensor | None = None) -> Range:
         """The elements of a part in a snapshot, to read them, or to write these values."""
@@ -203,9 +199,8 @@ class ModelTensors:
         optimizer, copy = self._optimizer, "" if alone else self.copy
         # The ranks that have the same weights and share the writing.
         members = [hvd.rank()] if alone else ranks_of(optimizer.process_set)
-        if optimizer.reduces_updates:  # a rank's state is that of its own gradients
-            members = members[:1]
         is_first = hvd.rank() == members[0]
+        own_state = optimizer.reduces_updates and not alone  # that of this rank's gradients
         # All that this rank has: kinds, elements and their values.
         rows: list[tuple[str, Part, Tensor]] = []
         for part in self._parameters:  # one without elements may be in the layout, with a class of its own
@@ -225,14 +220,17 @@ class ModelTensors:
         shares = self._shares_of(members)
         own: list[Range] = []
         for kind, part, values in rows:
-            if part.spec is not None:  # all members have it
-                if (share := shares.get(part.name)) is None:
+            is_own = own_state and kind.startswith("optimizer.")
+            if part.spec is not None:
+                # All members have it.
+                if (share := part if is_own else shares.get(part.name)) is None:
                     continue
                 values = part.spec.flatten(values)
                 if share.stop - share.start < part.stop:
                     values = values[share.start : share.stop]
                 part = share
-            own.append(self.range_of(kind + copy, part, values))
+            whose = f"@{hvd.rank()}" if is_own and not is_first else copy
+            own.append(self.range_of(kind + whose, part, values))
         if is_first and not copy:
             # Buffers, and extra states that are tensors, for those who load weights alone; each rank's come below.
             written_here = filter(self._writes, self._buffers)
@@ -244,11 +242,11 @@ class ModelTensors:
             number = self._grid.number % (self._grid.replicas * self._grid.tensor)
             own += [_of_buffer(f"buffers@{number}/{name}", one) for name, one in self._own_buffers.items()]
         checked = _checked({**state, "state": kept})
-        plain = {part.name: checked["state"].get(number, {}) for number, part in stepped}
-        values_of = plain_values(checked, plain)
+        of_parts = {part.name: checked["state"].get(number, {}) for number, part in stepped}
+        values_of = plain_values(checked, of_parts)
         if self.is_split:
             check_split(values_of)
-        return own, {"optimizer": values_of if is_first or self.layout else None}
+        return own, {"optimizer": values_of if is_first or own_state or self.layout else None}
 
     def _writes(self, part: Part) -> bool:
         """Whether this stage and part of tensor parallelism write elements: each part its slice of a cut tensor, the first part
@@ -272,6 +270,14 @@ class ModelTensors:
                 if start < stop or (not part.stop and place == 0):
                     shares[name] = part._replace(start=start, stop=stop)
         return shares
+
+
+def own_buffers(snapshot: Snapshot, model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a snapshot has of this rank, by their names there, but for those that it has cut into other parts."""
+    own, same_parts = snapshot.own_buffers, snapshot.manifest.layout.tensor == current().tensor
+    buffers = ((f"{own}/{name}", one) for name, one in model.named_buffers())
+    there = snapshot.manifest.tensors
+    return {name: one for name, one in buffers if name in there and (same_parts or cut_of(one) is None)}
 
 
 def divided(entries: Mapping[str, Any], *shapes: torch.Size) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ from hvd_ckpt.utils.schema import Wrong, shown
 
 Read = Callable[[str, int, int], Tensor]
 FIT = "give the model, optimizer and settings that it was written with, or another snapshot"
-# Hash, and what os.stat() said, of files that this process has read.
-_verified: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,13 @@ class Snapshot:
 
     Args:
         path: its folder.
-        known: the files that :func:`find` has verified, maybe on another rank: one that is the same here is not read once more.
+        known: hash, and what ``os.stat()`` said, of the files that were verified, also by the rank that has found it: one that is
+            the same here is not read once more.
     """
 
     path: Path
     manifest: Manifest
-    known: frozenset[tuple[object, ...]] = frozenset()
+    known: set[tuple[object, ...]] = field(default_factory=set)
 
     @cached_property
     def replicated(self) -> Any:
@@ -188,16 +187,15 @@ class Snapshot:
                 raise Wrong(
                     f"its {entry.bytes >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
                 )
-            # A file that is as it was when this process verified it is not read once more.
             seen = (entry.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
             # Within the clock's resolution, a change may leave no trace.
             is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000
-            if seen not in _verified and seen not in self.known and hash_file(path) != entry:
+            if seen not in self.known and hash_file(path) != entry:
                 raise Wrong(
                     f"its content is not what was written (SHA-256 differs from the manifest's): {DAMAGED}"
                 )
         if is_settled:
-            _verified.add(seen)
+            self.known.add(seen)
         return path
 
 
@@ -292,7 +290,7 @@ def find(folder: Path) -> Snapshot | None:
             snapshot = open_snapshot(path)
             for name in snapshot.manifest.files:
                 snapshot.verified(name)
-            return replace(snapshot, known=frozenset(_verified))
+            return snapshot
         except SnapshotError as error:
             run_warnings.warn(f"{str(error)[:-1]}. Looking for the one before.")
             errors.append(error)

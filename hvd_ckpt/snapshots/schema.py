@@ -9,7 +9,8 @@
 Every tensor is a set of one-dimensional ranges, each element in one of them. Its elements lie in one flat order, which
 :class:`TensorMetadata` describes. The name of a tensor has a kind before the first slash: ``weights/0.bias``,
 ``optimizer.exp_avg/0.bias``, ``master_weights/0.bias``, ``average/0.bias``, and ``buffers@3/1.running_mean`` of rank 3. With
-``@3``, it is that of rank 3 (and of the ranks that have the same), and differs between ranks.
+``@3``, it is that of rank 3 (and of the ranks that have the same), and differs between ranks; of an optimizer or in local SGD, that
+of rank 0 has no number.
 
 The manifest contains its own SHA-256, so every changed bit of a snapshot is detected. Hashes detect damage but are not a
 signature, so everything that is read is also validated.

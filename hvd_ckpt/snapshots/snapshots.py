@@ -21,14 +21,14 @@ from hvd_ckpt.collectives.agreement import (
     of_all_processes,
     of_first_process,
 )
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.stepping import SteppingOptions
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, validated
+from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, validated
 from hvd_ckpt.snapshots.folder import SnapshotError, Warn, list_snapshots, remove, step_of
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.reader import Snapshot, find
@@ -198,7 +198,7 @@ class Snapshots:
                 f"Snapshots: the snapshot of step {step} lacks the gradients of backward passes since the last optimizer.step(), "
                 "so a run that resumes from it has other results: save after step()"
             )
-        self.begin(step, lambda: self._training.of_loop(loop), LoopState, LoopRankState)
+        self.begin(step, lambda: self._training.of_loop(loop))
 
     def stop_requested(self) -> str | None:
         """Returns the request to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else
@@ -305,7 +305,7 @@ class Snapshots:
         self,
         step: int,
         further: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
-        *schemas: type[State],
+        schemas: tuple[type[State], type[State]] = (ReplicatedState, PerRankState),
     ) -> None:
         """As :meth:`save`. ``further`` returns further state, replicated and of this rank, or state that replaces that of this
         object; the schemas are those of both."""

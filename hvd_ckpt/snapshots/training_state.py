@@ -5,7 +5,6 @@ The random state of a process is that of PyTorch on the CPU and on its current C
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,18 +19,25 @@ from torch import Tensor, nn
 from hvd_ckpt.collectives.agreement import described, errors_on_all, of_all_processes
 from hvd_ckpt.collectives.asynchronous import ranks_of
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import numbered, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import LoopRankState, LoopState, check_fits, check_state, optimizer_values
+from hvd_ckpt.snapshots.fits import (
+    PerRankState,
+    ReplicatedState,
+    check_fits,
+    check_state,
+    optimizer_values,
+    validated,
+)
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of
+from hvd_ckpt.snapshots.model import ModelTensors, Part, options_of, own_buffers
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import Layout, Range, libraries
+from hvd_ckpt.snapshots.schema import Layout, Range, libraries, rank_file
 from hvd_ckpt.snapshots.tensors import map_tensors, stored
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.elementwise import class_of
@@ -99,8 +105,10 @@ class TrainingState:
 
     @property
     def kinds(self) -> dict[str, str | None]:
-        """The names of the classes of optimizer and scheduler."""
-        return described(optimizer=class_of(self.optimizer), scheduler=self.scheduler)
+        """The names of the classes of optimizer and scheduler, and whether the loader has one position or one of each rank."""
+        loader = "DistributedSampler" if self._has_one_position else "a loader of each rank"
+        of_loader = None if self.loader is None else loader
+        return described(optimizer=class_of(self.optimizer), scheduler=self.scheduler, loader=of_loader)
 
     @property
     def _has_one_position(self) -> bool:
@@ -111,13 +119,10 @@ class TrainingState:
 
     def of_loop(self, loop: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The further state of a loop of one's own, replicated and of this rank: that of scheduler and loader, and ``loop``."""
-        owners = (self.scheduler, self.loader)
-        states = [None if owner is None else owner.state_dict() for owner in owners]
-        # The writer's thread reads the state later, when the loop has changed it. A copy of a loss needs no graph.
-        given = pytree.tree_map_only(Tensor, Tensor.detach, (*states, loop))
-        scheduler, loader, values = copy.deepcopy(given)
-        of_all, own = (loader, None) if self._has_one_position else (None, loader)
-        return {"scheduler": scheduler, "loader": of_all, "loop": values}, {"loader": own}
+        scheduler, loader = (
+            None if owner is None else owner.state_dict() for owner in (self.scheduler, self.loader)
+        )
+        return {"scheduler": scheduler, "loop": loop}, {"loader": loader}
 
     def replicas(self) -> dict[str, Any]:
         """The state of logical replicas, which is replicated. Collective: ranks gather their buffers."""
@@ -134,7 +139,7 @@ class TrainingState:
         copied. The arguments are further state, or state that replaces that of this object. Raises Wrong if no run could resume
         from it."""
         optimizer, grid = self.optimizer, current()
-        names, extra = ModelTensors(self.model, optimizer), copy.deepcopy(extra_states(self.model))
+        names, extra = ModelTensors(self.model, optimizer), extra_states(self.model)
         ranges, values = names.saved(self.average, extra, alone)
         scaler = None
         if self.scaler is not None:  # one that is disabled has no state
@@ -148,12 +153,14 @@ class TrainingState:
                 "kinds": self.kinds,
                 "groups": names.groups(),
                 "options": options_of(optimizer.param_groups),
-                "ema": None if self.average is None else {"n_averaged": self.average.n_averaged},
+                "ema": None if self.average is None else self.average.n_averaged,
                 "scaler": scaler,
                 "threads": torch.get_num_threads(),
                 "device": next(self.model.parameters()).device.type,
                 "extra": extra,
                 "mid_period": optimizer.is_local and not optimizer.in_sync,
+                "scheduler": None,
+                "loop": {},
                 **replicated,
             },
             per_rank={
@@ -161,6 +168,7 @@ class TrainingState:
                 "reduction": optimizer.reduction_state_dict(),
                 "extra": extra,
                 "local": apart,
+                "loader": None,
                 **values,
                 **per_rank,
             },
@@ -179,7 +187,7 @@ class TrainingState:
     def check(self, snapshot: Snapshot) -> None:
         """Raises SnapshotError unless the snapshot is of a loop with this model and optimizer; nothing is changed."""
         with snapshot.comparing():
-            there = check_state(snapshot, LoopState, LoopRankState)
+            there = check_state(snapshot, ReplicatedState, PerRankState)
             for what, kind in there.kinds.items():
                 own = self.kinds.get(what)
                 if own is not None and kind is not None and own != kind:
@@ -206,6 +214,8 @@ class TrainingState:
         if apart is not None:  # on all ranks alike
             whose = names.copy
             self.load_weights(snapshot, whose)
+        elif optimizer.reduces_updates and snapshot.manifest.replicas == hvd.size():
+            whose = self._own_state_in(snapshot)
         self._load_optimizer(snapshot, names, options, whose)
         # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
         if names.layout is not None and optimizer.shard_stage < 3 and optimizer.sharding.store.is_lossy:
@@ -232,24 +242,20 @@ class TrainingState:
         return same_ranks
 
     def load_loop(self, snapshot: Snapshot) -> None:
-        """Loads scheduler and loader. Raises SnapshotError if the loader is of the other kind, or each rank had a state of it, and
-        there are other ranks now."""
-        manifest, replicated = snapshot.manifest, snapshot.replicated
-        own = None if snapshot.per_rank is None else snapshot.per_rank["loader"]
-        state, other = (replicated["loader"], own) if self._has_one_position else (own, replicated["loader"])
-        kind = type(self.loader).__name__
-        if self.loader is not None and other is not None:
-            raise SnapshotError(
-                f"The snapshot of step {manifest.step} has the position of another kind of loader than a {kind}: give the one that "
-                "it was written with"
-            )
+        """Loads scheduler and loader. Raises SnapshotError if each rank had a state of the loader, and there are others now."""
+        manifest = snapshot.manifest
         # Ranks that share a model in stages or parts have the same data.
         if self.loader is not None and not self._has_one_position and manifest.replicas != current().replicas:
             raise SnapshotError(
-                f"The snapshot of step {manifest.step} has a {kind}'s position on each of {manifest.replicas} "
-                f"ranks, and there are {current().replicas}: resume with as many, or give an hc.data.DistributedSampler as loader"
+                f"The snapshot of step {manifest.step} has a {type(self.loader).__name__}'s position on each of "
+                f"{manifest.replicas} ranks, and there are {current().replicas}: resume with as many, or give an "
+                "hc.data.DistributedSampler as loader"
             )
-        for owner, values in ((self.scheduler, replicated["scheduler"]), (self.loader, state)):
+        # A rank that was not there takes the one position of all from the first.
+        with snapshot.comparing():
+            own = snapshot.per_rank or snapshot.state(rank_file(0))
+            position = validated(PerRankState, own, "per_rank").loader
+        for owner, values in ((self.scheduler, snapshot.replicated["scheduler"]), (self.loader, position)):
             if owner is not None and values is not None:
                 owner.load_state_dict(values)
 
@@ -325,14 +331,14 @@ class TrainingState:
             }
             values = snapshot.read([names.range_of("average", part) for part in found.values()])
             state["averages"].update(zip(found, values))
-        average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]["n_averaged"]})
+        average.load_state_dict({**state, "n_averaged": snapshot.replicated["ema"]})
 
     def _load_own(self, snapshot: Snapshot) -> None:
         """Loads this rank's own state. Its random state is the same on all pipeline stages. The reducer learns again if there were
         other stages."""
         grid, layout, own = current(), snapshot.manifest.layout, snapshot.per_rank
-        buffers = {f"{snapshot.own_buffers}/{name}": buffer for name, buffer in self.model.named_buffers()}
-        wanted = [Range.of(name, one) for name, one in buffers.items() if name in snapshot.manifest.tensors]
+        buffers = own_buffers(snapshot, self.model)
+        wanted = [Range.of(name, buffer) for name, buffer in buffers.items()]
         with snapshot.comparing(), torch.no_grad():
             for each, flat in zip(wanted, snapshot.read(wanted)):
                 buffers[each.name].copy_(each.whole.unflatten(flat))
@@ -341,6 +347,13 @@ class TrainingState:
         if same == (self.optimizer.shard_stage, grid.stages, grid.tensor):
             self.optimizer.load_reduction_state_dict(own["reduction"])
         set_random_state(own["random"])
+
+    def _own_state_in(self, snapshot: Snapshot) -> str:
+        """Whose state of the optimizer this rank loads, such as ``"@3"``: its own, if each rank has saved its own."""
+        kinds = {name.partition("/")[0] for name in snapshot.manifest.tensors}
+        own, apart = f"@{hvd.rank()}", snapshot.manifest.layout.apart
+        has_own = any(kind.startswith("optimizer.") and kind.endswith(own) for kind in kinds)
+        return own if has_own and not apart else ""
 
     def _apart_in(self, snapshot: Snapshot) -> dict[str, Any] | None:
         """The state of this rank between averages of local SGD; None if a new period begins. Collective: raises SnapshotError on

@@ -111,23 +111,19 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         self._job: _Job | None = None
         self._bug: Exception | None = None
         self._staging = None if blocking else Staging()
-        self._closed = False
         self._given_up = threading.Event()
 
     def begin(self, step: int, state: SavedState) -> None:
         """Begins to write a snapshot, after so many training steps. Returns at once, unless the one before is not on the disk yet:
         then it waits for that, so that no snapshot is being written while older ones are removed.
 
-        Tensors of ranges and of ``state.replicated`` must stay as they are until :meth:`before_update` returns. Values that are not
-        tensors, tensors of at most 4 KiB, ranges that are marked as changing, and ``state.per_rank`` may change at once.
+        Ranges must stay as they are until :meth:`before_update` returns. Those of at most 4 KiB or marked as changing, and plain
+        values, may change at once.
 
         Raises:
             SnapshotError: the step is not a number of steps.
-            RuntimeError: the writer is closed.
             Exception: as :meth:`check`.
         """
-        if self._closed:
-            raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise SnapshotError(
                 f"The snapshot was not written to '{self._folder}': step is {step!r}: give an integer from 0."
@@ -212,7 +208,6 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
 
     def _end(self, seconds: float | None) -> None:
         """Ends the thread when it has finished, waiting at most so long."""
-        self._closed = True
         thread = None if self._job is None else self._job.thread
         atexit.unregister(self._end)
         if thread is not None:

@@ -1,7 +1,7 @@
 """Missing packages, and the line that says how to install each of them.
 
-``setup.cfg`` lists the packages of each extra, and pip's record of the installation has the origin of this package. No package
-index has this package, so the command that installs an extra names that folder, wheel or address.
+``setup.cfg`` lists the packages of each extra. No package index has this package, so the command that installs an extra names a
+folder.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
@@ -38,19 +35,10 @@ def installed_version(package: str) -> str | None:
 
 
 def pip_command(extra: str) -> str:
-    """The command that installs an extra of this package from the origin of the package."""
-    try:
-        record = importlib.metadata.distribution("hvd_ckpt").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        record = None
-    origin = json.loads(record or "{}")
-    url = str(origin.get("url", ""))
-    if "vcs_info" in origin:
-        return f"pip install 'hvd_ckpt[{extra}] @ {origin['vcs_info']['vcs']}+{url}'"
-    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
-    candidates = [path, str(Path(__file__).resolve().parents[2])]
-    origins = (name for name in candidates if Path(name).is_file() or Path(name, "setup.cfg").is_file())
-    return f"pip install '{next(origins, '<clone or wheel of hvd_ckpt>')}[{extra}]'"
+    """The command that installs an extra of this package, from the clone that it lies in."""
+    clone = Path(__file__).resolve().parents[2]
+    origin = clone if (clone / "setup.cfg").is_file() else "<clone or wheel of hvd_ckpt>"
+    return f"pip install '{origin}[{extra}]'"
 
 
 def explain_import_error(error: ImportError) -> str | None:

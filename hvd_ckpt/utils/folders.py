@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 
-def cache_folder() -> tuple[Path, str]:
-    """The folder for files that are kept between runs, and one sentence if it is not the default.
-
-    The default is ``$XDG_CACHE_HOME/hvd_ckpt`` or ``~/.cache/hvd_ckpt``. If there is no home folder or it is not writable, the
-    cache folder is in the Python environment.
+def cache_folder() -> Path:
+    """The folder for files that are kept between runs: ``$XDG_CACHE_HOME/hvd_ckpt`` or ``~/.cache/hvd_ckpt``.
 
     Raises:
-        OSError: neither folder is writable. The message is one sentence.
+        OSError: it is not writable. The message is one sentence.
     """
-    usual = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    reasons = []
-    for base in (Path(usual), Path(sys.prefix, ".cache")):
-        try:
-            folder = base.expanduser() / "hvd_ckpt"
-            make_writable(folder)
-        except (OSError, RuntimeError) as error:  # no HOME, and no entry in the password file
-            reasons.append(f"{base} cannot be used ({getattr(error, 'strerror', None) or error})")
-        else:
-            return folder, f"{reasons[0]}: {folder} is the cache folder instead." if reasons else ""
-    raise OSError(f"{'; '.join(reasons)}: name a folder that can be written with XDG_CACHE_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser() / "hvd_ckpt"
+        make_writable(folder)
+    except (OSError, RuntimeError) as error:  # no HOME, and no entry in the password file
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"{base} cannot be used ({reason}): name a folder that can be written with XDG_CACHE_HOME"
+        ) from None
+    return folder
 
 
 def make_writable(folder: Path) -> None:

@@ -108,15 +108,21 @@ def dumps(value: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes a text. The file is written completely or not at all.
+    """Writes a text, as :func:`write_bytes`."""
+    write_bytes([text.encode()], path)
+
+
+def write_bytes(parts: Iterable[Any], path: Path) -> None:
+    """Writes objects with bytes, one behind the other. The file is written completely or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
     unnamed = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        with open(unnamed, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(unnamed, "xb") as file:
+            for part in parts:
+                file.write(part)
             file.flush()
             # Before the rename: else a power failure could leave the name with no content.
             os.fsync(file.fileno())
@@ -130,15 +136,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 # Errors of PyYAML for a text that is not valid YAML, or whose tags do not match its values.
-BROKEN = (
-    yaml.YAMLError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    OverflowError,
-    RecursionError,
-)
+BROKEN = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 
 
 class PlainLoader(yaml.SafeLoader):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,34 @@ def global_sources() -> list[Source]:
         Source(random.getstate, random.setstate, random.getstate()),
         Source(_numpy.get, np.random.set_state, _numpy.get()),
     ]
+
+
+def torch_sources(tensors: Iterable[Tensor]) -> list[Source]:
+    """PyTorch's generators of the CPU and of the devices of some tensors with their current states."""
+    found = [Source(torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())]
+    for device in {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}:
+        kind = getattr(torch, device.type, None)
+        if getattr(kind, "_initialized", False):  # otherwise nothing was drawn there
+            found.append(_of_device(kind, device))
+    return found
+
+
+def _of_device(kind: Any, device: torch.device) -> Source:
+    def get() -> Tensor:
+        state: Tensor = kind.get_rng_state(device)
+        return state
+
+    return Source(get, lambda state: kind.set_rng_state(state, device), get())
+
+
+@contextlib.contextmanager
+def drawing_from(sources: Iterable[Source]) -> Iterator[None]:
+    """A context in which random numbers are drawn from the noted states. Afterwards, the states are as before."""
+    with contextlib.ExitStack() as restore:
+        for source in sources:
+            restore.callback(source.set, source.get())
+            source.restore()
+        yield
 
 
 class _NumpyState:

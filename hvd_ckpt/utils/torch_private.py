@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 OLDEST = (2, 6)  # setup.cfg asks for the same
 
 ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    (torch.Tensor, ("_version", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
     (forward_ad, ("_current_level",)),
@@ -72,7 +72,6 @@ def _top_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., Any
 try:
     from torch import (
         _foreach_copy_ as foreach_copy_,
-        _foreach_mul_ as foreach_mul_,
         _foreach_norm as foreach_norm,
         _foreach_zero_ as foreach_zero_,
     )
@@ -106,10 +105,7 @@ try:
         _LazyNormBase as LazyNormBase,
         _NormBase as NormBase,
     )
-    from torch.optim.optimizer import (
-        _global_optimizer_post_hooks,
-        _global_optimizer_pre_hooks,
-    )
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.overrides import (
         _get_current_function_mode_stack as function_mode_stack,
         _pop_mode as pop_function_mode,
@@ -123,7 +119,6 @@ try:
         _get_current_dispatch_mode_stack as dispatch_mode_stack,
     )
     from torch.utils.checkpoint import (
-        _infer_device_type as infer_device_type,
         _StopRecomputationError as StopRecomputationError,
     )
 
@@ -132,10 +127,7 @@ try:
         _global_optimizer_post_hooks,
     )  # of all optimizers, before and after their steps
     # Whether each library is used, read and set. (set_flags() of torch.backends also sets the precision of products.)
-    LIBRARIES: Any = (
-        (_get_cudnn_enabled, _set_cudnn_enabled),
-        (_get_mkldnn_enabled, _set_mkldnn_enabled),
-    )
+    LIBRARIES: Any = ((_get_cudnn_enabled, _set_cudnn_enabled), (_get_mkldnn_enabled, _set_mkldnn_enabled))
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
     flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention

@@ -28,18 +28,7 @@ _NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_t
     register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size sparse_dim storage_offset stride
     untyped_storage zeros_like"""
 _NEEDS_NO_VALUES = frozenset(_NAMES.split())
-CONVERSIONS = {
-    "bfloat16",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "double",
-    "float",
-    "half",
-    "to",
-    "type",
-    "xpu",
-}
+CONVERSIONS = {"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
 """Names of functions that may return the tensor itself, and need its values otherwise."""
 
 

@@ -15,7 +15,7 @@ from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
-from hvd_ckpt.app.compare.runner.jobs import EventReader, Failure, RankJob
+from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.app.compare.verdict import Result, add_ratios, judge
@@ -199,7 +199,7 @@ def test_what_is_right_all_the_same():
 
 
 def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
-    result = judge(CELL, "engine", Failure("hang", "why"))
+    result = judge(CELL, "engine", JobError("why", "hang"))
     assert (result.status, result.reason, result.right) == ("hang", "why", False)
     other = [timed(0, weights="v"), timed(1, weights="v")]
     assert judged(RANKS, other).reason == "runs differ"

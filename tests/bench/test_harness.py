@@ -16,7 +16,9 @@ import torch
 from click.testing import CliRunner
 from pydantic import Field
 
+from benchmarks.quartiles import Quartiles, quartiles, quartiles_of_ratios
 from benchmarks.suites.local import local
+from benchmarks.suites.offload import offload
 from benchmarks.suites.pipeline import pipeline
 from benchmarks.suites.recompute import recompute
 from benchmarks.suites.reduce import reduce
@@ -26,7 +28,7 @@ from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
 from hvd_ckpt.app.compare.runner.settings import BenchSettings
-from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.app.compare.runner.stats import alternating, slowest
 from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank
@@ -177,7 +179,7 @@ def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, su
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str) -> None:
-    suites = (recompute, pipeline, reduce, local, scale_on_hosts)
+    suites = (recompute, pipeline, reduce, local, offload, scale_on_hosts)
     sizes = ChainMap(*(dict(suite.quick_sizes or suite.sizes) for suite in suites))
     trained = workload(name, sizes[name])
     torch.manual_seed(0)

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.case import Case, MeasuredJob, Row
 from benchmarks.probes import SeenMarks, storage_bytes
+from benchmarks.quartiles import Quartiles
 from benchmarks.suites.pipeline import of_ideal, pipeline
 from benchmarks.suites.recompute import recompute
 from benchmarks.suites.shard import STAGES, of_best_peer, shard
 from benchmarks.worker import measure
 from benchmarks.workloads import workload
-from hvd_ckpt.app.compare.runner.stats import Quartiles
 from hvd_ckpt.utils.memory import recording_marks
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from hvd_ckpt.app.cli import main as cli
 from hvd_ckpt.app.cli.command_line import progress_bar
+from hvd_ckpt.app.cli.tables import Table
 
 pytestmark = pytest.mark.launch
 
@@ -60,13 +62,19 @@ def test_without_a_terminal_long_work_prints_lines_all_the_same(
     assert all(re.fullmatch(r"np=2, batch 16  1/3  0:00:\d\d", line) for line in told.splitlines())
 
 
+def test_a_number_that_a_narrow_terminal_cuts_ends_in_an_ellipsis(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(("policy", "MiB", "step ms"), [("kept", "123456.7", "9876543.2")], words=("policy",))
+    Console(width=80).print(table.for_terminal())
+    assert re.search(r"kept +123456\.7 +9876543\.2", capsys.readouterr().out)
+    Console(width=20).print(table.for_terminal())
+    assert re.search(r"12345\d*… +987654\d*…", capsys.readouterr().out)
+
+
 def test_an_unknown_command_is_named_and_one_that_cannot_be_loaded_sends_to_the_doctor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = CliRunner().invoke(cli.main, ["divine"])
     assert result.exit_code == 2 and "'divine'" in result.output
-    result = CliRunner().invoke(cli.main, ["bench"])
-    assert result.exit_code == 2 and "'bench': run `python -m benchmarks` in a clone" in result.output
     monkeypatch.setitem(cli.COMMANDS, "absent", ("no_such_module", "Not there."))
     result = CliRunner().invoke(cli.main, ["absent"])
     assert result.exit_code == 1

@@ -13,7 +13,6 @@ from forked import Case, Result, run_forked
 
 from hvd_ckpt.app.cli import doctor
 from hvd_ckpt.app.cli.doctor import Finding
-from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS
 from hvd_ckpt.utils.extras import apex_unavailable
 
@@ -55,17 +54,12 @@ def results(path_without_ssh: str, tmp_path_factory: pytest.TempPathFactory) -> 
         "no PyTorch": doctor(before="sys.modules['torch'] = None\n"),
         "no home": doctor("--json", before=NO_HOROVOD + NO_USER + "del os.environ['HOME']\n"),
         "no such home": doctor("--json", HOME="/proc/no/home"),
-        "no build": doctor("--json", CXX="/no/such/compiler", XDG_CACHE_HOME=str(folder)),
+        "no build": doctor("--json", CXX="/no/such/compiler"),
     }
     for name, error in BROKEN.items():
         write_package(folder / name, "horovod")
         write_package(folder / name, "horovod.torch", f"raise ImportError({error!r})")
         cases[name] = doctor(before=f"sys.path.insert(0, {str(folder / name)!r})\n")
-    log = folder / "hvd_ckpt" / "logs" / f"{detect_target().key}.log"
-    log.parent.mkdir(parents=True)
-    log.write_text(
-        "[1/2] c++ a.cc\n  a.cc:3:1: error: one today\n  b.cc:1:1: error: two\nerror: subprocess-exited-with-error\n"
-    )
     return run_forked(IMPORTS, cases, seconds=400)
 
 
@@ -105,7 +99,9 @@ def test_the_table_says_the_same(healthy: list[Finding], capsys: pytest.CaptureF
     assert "problem" not in shown
 
 
-def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_says_what_gpus_pytorch_is_for_and_what_carries_tensors_between_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = doctor.torch_facts()
     on_gpus = here | {"cuda_available": True, "nccl": "2.29.7", "nccl_groups": True}
     cases = (
@@ -117,6 +113,9 @@ def test_the_table_says_what_carries_tensors_between_stages(monkeypatch: pytest.
         monkeypatch.setenv("HVD_CKPT_LINK", link)
         found = {finding.what: finding.found for finding in doctor.of_torch(facts)}
         assert text in found["stages and parts"]
+    on_rocm = here | {"cuda_built": None, "rocm_built": "6.4", "cuda_available": True, "devices": ["AMD"]}
+    found = {finding.what: finding.found for finding in doctor.of_torch(on_rocm)}
+    assert found["CUDA"] == "built for ROCm 6.4, AMD"
 
 
 def test_a_driver_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +151,9 @@ def problems_of(result: Result) -> list[str]:
 
 
 def test_what_a_build_of_horovod_lacks(results: dict[str, Result]) -> None:
-    """And how the last one failed: the first error in its log."""
     problems = problems_of(results["no build"])
     assert problems[0].startswith("Horovod is not installed: run `hvd-ckpt build-horovod`")
     assert any("CXX=/no/such/compiler" in problem for problem in problems)
-    assert any("a.cc:3:1: error: one today" in problem and ".log" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(("case", "named"), [("no home", "not set"), ("no such home", "/proc/no/home")])

@@ -19,7 +19,6 @@ from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.recompute.keeper import DEFAULT_DTYPE
 from hvd_ckpt.reduction.gradients import has_values
 
 CLIP = 0.3
@@ -85,8 +84,14 @@ class Run:
         self.hand.add_hooks(before=False)
         self._saved = self.state()
 
-    def _default_dtype(self) -> Any:
-        return DEFAULT_DTYPE.changed(getattr(torch, self.program.default_dtype))
+    @contextlib.contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, self.program.default_dtype))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
     # ---------------------------------------------------------------------------------- optimizers
 

@@ -183,9 +183,6 @@ class Program:
     def recomputed_as(self, *kinds: str) -> bool:
         return any(segment.recompute in kinds for segment in self.segments)
 
-    def has_blocks(self, *kinds: str) -> bool:
-        return any(block.kind in kinds for block in self.blocks)
-
     def present(self, number: int) -> list[int]:
         """The ranks that take this step."""
         return [rank for rank in range(self.ranks) if not self.join or number < self.join[rank]]

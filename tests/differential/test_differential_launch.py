@@ -25,5 +25,5 @@ def test_random_cases(kind: str, needs: str, ranks: int, tensor: int, first: int
     pytest.importorskip(
         needs, reason=f"{needs} is not installed: pip install -r install/requirements-tests.txt"
     )
-    found = Job(kind, ranks, tensor, "gloo", 60.0, False).run(range(first, first + number))
+    found = Job(kind, ranks, tensor, "gloo", 60.0).run(range(first, first + number))
     assert not found.failures and len(found.done) == number

@@ -17,8 +17,8 @@ from hvd_ckpt.snapshots.folder import SnapshotError, name_of
 from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.snapshots.schema import rank_file
 
-REPLICATED = ("options", "scaler", "progress", "plan", "samples", "replicas")
-PER_RANK = ("random", "logged")
+REPLICATED = ("options", "scaler", "progress", "plan", "samples", "replicas", "logged")
+PER_RANK = ("random",)
 NAMED = 5  # differences of one kind that are named
 
 

@@ -17,8 +17,8 @@ from faults.checks import differences, newest_good, unreadable
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
     common = {"options": [torch.tensor(1.0)], "scaler": None, "progress": {"step": step}}
-    common |= {"plan": None, "samples": 9}
-    own = {"random": random_state(), "logged": (0.0, 0.0)}
+    common |= {"plan": None, "samples": 9, "logged": [(0.0, 0.0)]}
+    own = {"random": random_state()}
     run.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
     return write(run / "snapshots", step, common, own, {"a": torch.tensor([1.0, weight])})

@@ -199,8 +199,10 @@ def resume(resumed: Snapshot) -> None:
     progress = Progress(**resumed.replicated["progress"])
     assert 4 / resumed.replicated["ranks"] > 0
     text = plan_text(config, resumed)
-    assert text is None or isinstance(text.encode("utf-8"), bytes)
+    assert text is None or isinstance(text, str)  # which is read as a plan
     assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
+    for loss, weight in resumed.replicated["logged"]:
+        assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)
     if resumed.replicated["scaler"] is not None:
         torch.amp.GradScaler("cpu").load_state_dict(resumed.replicated["scaler"])
     if resumed.per_rank is not None:
@@ -212,8 +214,6 @@ def resume(resumed: Snapshot) -> None:
             except ValueError as error:  # as the trainer
                 raise ConfigError(str(error)) from None
             assert sum(len(bucket.entries) for bucket in assignment.buckets) == len(assignment.order)
-        for loss, weight in resumed.per_rank["logged"]:
-            assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)
         set_random_state(resumed.per_rank["random"])
     for _ in range(2):
         step(model, optimizer)

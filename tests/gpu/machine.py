@@ -145,7 +145,7 @@ def _staged_environment(folder: Path) -> dict[str, str] | None:
         or ""
     )
     # The name has the operations that the build would have; any others mean that HOST is not possible here.
-    wheels = list((cache_folder()[0] / key).glob("*.whl")) if "-host-" in key else []
+    wheels = list((cache_folder() / key).glob("*.whl")) if "-host-" in key else []
     if not wheels:
         return None
     with zipfile.ZipFile(wheels[0]) as wheel:

@@ -58,7 +58,7 @@ def fill(folder: Path, python: str) -> list[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"the folder {folder} is not empty: give a new one")
     folder.mkdir(parents=True, exist_ok=True)
-    cache, _ = cache_folder()
+    cache = cache_folder()
     log = cache / "logs" / "offline.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 from torch.utils.checkpoint import checkpoint
 
 import hvd_ckpt as hc
-from hvd_ckpt.recompute.region import reach
+from hvd_ckpt.recompute.reach import reach
 
 WIDTH = 16
 

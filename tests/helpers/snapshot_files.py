@@ -97,10 +97,13 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
         "plan": '{"format": "hvd_ckpt plan"}\n',
         "samples": SAMPLES,
+        "logged": [(3.5, 2.0)],
         "threads": 2,
         "device": "cpu",
         "replicas": None,
         "mid_period": False,
+        "scheduler": None,
+        "loop": {},
     }
     reduction = {
         "version": 2,
@@ -112,10 +115,10 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "lower_counts": {},
     }
     per_rank = {
+        "loader": None,
         "random": random_state(),
         "reduction": reduction,
         "optimizer": {"state": state, "others": {}, "more": {}},
-        "logged": [(3.5, 2.0)],
         "local": None,
     }
     return replicated, per_rank, model.state_dict(), ranges

@@ -21,20 +21,9 @@ def plainly(function: Run, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def of(*parts: nn.Module) -> Callable[[Run], Run]:
-    """Marks a function with the modules that it uses."""
-
-    def mark(function: Any) -> Run:
-        function.parts = parts
-        return function
-
-    return mark
-
-
 def by_function(function: Any, *inputs: Any) -> Any:
-    """CheckpointFunction for a module, or a function that is marked by :func:`of`."""
-    parts = getattr(function, "parts", [function] if isinstance(function, nn.Module) else [])
-    parameters = [parameter for part in parts for parameter in part.parameters()]
+    """CheckpointFunction, which gets the parameters of a module as arguments."""
+    parameters = function.parameters() if isinstance(function, nn.Module) else ()
     return hc.CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
 
 

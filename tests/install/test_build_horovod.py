@@ -66,7 +66,7 @@ class Bench:
             "horovod/torch/__init__.py": "",
         }
         for name, old, _ in recipe.PATCHES:
-            files[name] = files.get(name, "") + f"# {old}\n"
+            files[name] = files.get(name, "") + (f'"""{old}"""\n' if name == "setup.py" else old)
         path = self.folder / "sdist.tar.gz"
         with tarfile.open(path, "w:gz") as archive:
             for name, text in files.items():
@@ -123,7 +123,10 @@ def test_a_wheel_is_built_once(bench: Bench) -> None:
 def test_mpis_compiler_wrapper_names_no_path_with_a_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MPI's wrapper prints the path of its environment unquoted, where CMake would cut it at the space."""
+    """MPI's wrapper prints the path of its environment unquoted, where CMake would cut it at the space.
+
+    And as many compilers run at a time as the memory has room for.
+    """
     environment, folder = tmp_path / "an environment", tmp_path / "build"
     (environment / "bin").mkdir(parents=True)
     folder.mkdir()
@@ -132,7 +135,9 @@ def test_mpis_compiler_wrapper_names_no_path_with_a_space(
     wrapper.write_text(f'#!/bin/sh\necho "$1 -I{environment}/include"\nexit 3\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(sys, "prefix", str(environment))
+    monkeypatch.setattr(recipe, "machine_memory", lambda: (5 * 2**30, 0))  # as a container may limit it
     build = recipe.build_environment(recipe.Target("2.13.0", CPU, "cp311", "linux", "4.1.8"), folder)
+    assert build["CMAKE_BUILD_PARALLEL_LEVEL"] == "1"
     found = shutil.which("mpicxx", path=build["PATH"])
     assert found is not None
     answer = subprocess.run([found, "-showme"], capture_output=True, text=True, check=False)
@@ -144,7 +149,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_failed_build_leaves_its_log_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_leaves_its_log_only(bench: Bench) -> None:
     sdist = bench.write_sdist("sys.exit('the compiler is unhappy')")
     result = bench.run(sdist)
     errors = [line for line in result.stderr.splitlines() if line]
@@ -155,12 +160,6 @@ def test_a_failed_build_leaves_its_log_only(bench: Bench, monkeypatch: pytest.Mo
     log = Path(found[1])
     assert "the compiler is unhappy" in log.read_text()
     assert bench.leftovers() == []
-    # The log says that the last build failed, unless that still runs or was interrupted.
-    monkeypatch.setattr(recipe, "SDIST_SHA256", _sha256(sdist))
-    target = recipe.detect_target()
-    assert "the compiler is unhappy" in (build_horovod.failure_of_last_build(bench.cache, target) or "")
-    log.write_text("  [1/2] c++ a.cc\n")
-    assert build_horovod.failure_of_last_build(bench.cache, target) is None
 
 
 SLOW = """
@@ -241,7 +240,7 @@ void assign(flatbuffers::span<int>& to, const flatbuffers::span<int>& from) { to
 
 def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
     """g++ 13 wants each header included where it is used; g++ 15 checks an assignment that nobody calls."""
-    sdist = build_horovod.cache_folder()[0] / "sdist" / "horovod-0.28.1.tar.gz"
+    sdist = build_horovod.cache_folder() / "sdist" / "horovod-0.28.1.tar.gz"
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not sdist.is_file():
         pytest.skip("needs a C++ compiler, and Horovod's source in the user's cache")
@@ -294,7 +293,7 @@ def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyP
 
 
 def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Path) -> None:
-    wheel = build_horovod.cached_wheel(cache_folder()[0], recipe.detect_target().key)
+    wheel = build_horovod.cached_wheel(cache_folder(), recipe.detect_target().key)
     if wheel is None or shutil.which("readelf") is None:
         pytest.skip("needs readelf, and Horovod's wheel in the user's cache")
     shutil.unpack_archive(wheel, tmp_path, "zip")
@@ -303,6 +302,9 @@ def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Pa
         ["readelf", "-d", str(extension)], capture_output=True, text=True, check=True
     ).stdout
     (path,) = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", dynamic)
-    assert path.split(":") == list(recipe.RPATH)
+    (patched,) = re.findall(
+        r"^\+set\(CMAKE_INSTALL_RPATH (.*)\)$", recipe.SOURCE_PATCH.read_text(), re.MULTILINE
+    )
+    assert path.split(":") == [entry.strip('"\\') for entry in patched.split()]
     assert all(entry.startswith("$ORIGIN/") for entry in path.split(":"))
     assert not re.findall(r"\(NEEDED\).*\[/", dynamic)

@@ -118,6 +118,7 @@ def test_options_go_over_the_presets_and_facts_that_a_model_has_no_use_for_are_l
         ("bert-tiny", {"heads": 3}, "heads=3"),
         ("bert_small", {}, "'bert_small': did you mean 'bert-small'?"),
         ("unheard-of", {}, "choose one of bert-tiny, -mini, "),
+        ("textwrap:shorten", {"text": "a"}, "textwrap:shorten needs width"),
     ],
 )
 def test_unknown_names_options_and_values(name: str, options: dict[str, object], said: str) -> None:

@@ -18,9 +18,8 @@ from hvd_ckpt.planning.blocks import find_blocks
 
 pytest.importorskip("transformers")
 
-from hvd_ckpt.app.models.bert import bert, roberta
-from hvd_ckpt.app.models.gpt2 import gpt2
 from hvd_ckpt.app.models.hugging_face import from_folder, kind_of_folder
+from hvd_ckpt.app.models.transformer import bert, gpt2, roberta
 from hvd_ckpt.app.models.xlnet import XLNetChain, xlnet
 
 VOCABULARY, BATCH, LENGTH = 50, 3, 12
@@ -213,11 +212,14 @@ def test_impossible_sizes_are_refused(name):
             build(name, **options)
 
 
-@pytest.mark.parametrize("name, option", [("bert", "is_decoder"), ("gpt2", "add_cross_attention")])
-def test_models_of_another_kind_are_refused(name, option):
+@pytest.mark.parametrize(
+    "name, option, value",
+    [("bert", "is_decoder", True), ("gpt2", "add_cross_attention", True), ("roberta", "pad_token_id", None)],
+)
+def test_models_of_another_kind_are_refused(name, option, value):
     chain = build(name)
-    setattr(chain.transformers_model.config, option, True)
-    with pytest.raises(ValueError, match=f"{option}=True"):
+    setattr(chain.transformers_model.config, option, value)
+    with pytest.raises(ValueError, match=f"{option}=True" if value else f"no {option}"):
         type(chain)(chain.transformers_model)
 
 

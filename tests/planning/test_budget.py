@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.utils.text import show_bytes
 
 CPU = torch.device("cpu")
-KEEP, SMALLEST = 1_000_000, 100_000
+KEEP = 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,16 @@ KEEP, SMALLEST = 1_000_000, 100_000
         ("2T", 2 * 1024**4),
         ("0.3x", 300_000),
         (" 1.2X ", 1_200_000),
-        ("min", SMALLEST),
-        ("MIN", SMALLEST),
         (None, None),
         ("fastest", None),
     ],
 )
 def test_budget_in_bytes(text, expected):
-    assert parse_budget(text).bytes(KEEP, SMALLEST, CPU) == expected
+    assert parse_budget(text).bytes(KEEP, CPU) == expected
+
+
+def test_the_smallest_peak_is_asked_for_by_name():
+    assert parse_budget("min") == parse_budget("MIN") == Budget("min")
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,9 @@ def test_what_is_no_budget_is_named(wrong):
 
 
 def test_share_of_the_device():
-    half, all_of_it = (parse_budget(text).bytes(KEEP, SMALLEST, CPU) for text in ("50%", "100%"))
+    half, all_of_it = (parse_budget(text).bytes(KEEP, CPU) for text in ("50%", "100%"))
     assert 1 <= half < all_of_it
-    assert parse_budget("0.0001%").bytes(KEEP, SMALLEST, CPU) == 1  # the process is larger already
+    assert parse_budget("0.0001%").bytes(KEEP, CPU) == 1  # the process is larger already
     with pytest.raises(ValueError, match="101% is more than the device has"):
         parse_budget("101%")
 

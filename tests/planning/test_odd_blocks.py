@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.plan_show import print_plan
-from hvd_ckpt.recompute.region import reach
+from hvd_ckpt.recompute.reach import reach
 
 ROWS = 6
 LEFT_OUT = ("cached weight",)  # a block that keeps a part of its graph for later passes

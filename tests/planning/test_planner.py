@@ -12,7 +12,7 @@ import pytest
 import torch
 from random_text import random_step
 from residual import Residual
-from same import assert_same, gradients
+from same import assert_same
 from torch import nn
 from torch.nn import functional
 
@@ -232,40 +232,6 @@ def kinds_told(capsys):
     return [line.removeprefix("plan: ") for line in lines if "(kind " in line]
 
 
-def test_a_further_budget_takes_the_measurements_of_the_first(capsys):
-    model, args, _ = listed()
-    first = hc.plan(model, *args, budget="0.8x", verbose=True)
-    assert len(kinds_told(capsys)) == 1
-    second = hc.plan(model, *args, budget="min", verbose=True)
-    assert kinds_told(capsys) == []
-    assert second.baseline == first.baseline
-    assert second.measured.peak_bytes <= second.budget < first.measured.peak_bytes <= first.budget
-
-    with pytest.raises(hc.BudgetError):
-        hc.plan(model, *args, budget=1)
-    # Whatever changes the measurements is measured anew.
-    hc.plan(model, args[0][:8], budget="min", verbose=True)
-    assert len(kinds_told(capsys)) == 1
-    model.layers[1].requires_grad_(False)
-    hc.plan(model, args[0][:8], budget="min", verbose=True)
-    assert len(kinds_told(capsys)) == 2
-    hc.plan(copy.deepcopy(model), args[0][:8], budget="min", verbose=True)
-    assert len(kinds_told(capsys)) == 2
-
-
-def test_a_further_budget_uses_the_values_and_the_loss_of_its_own_sample(capsys):
-    model, (ids,), _ = listed()
-    torch.manual_seed(1)  # of dropout
-    model(ids).backward()
-    expected = [gradient.clone() for gradient in gradients(model)]
-    hc.plan(model, ids.flip(0), budget="0.8x")
-    model.zero_grad()
-    hc.plan(model, ids, loss=lambda loss: 2 * loss, budget="min").apply(model)
-    torch.manual_seed(1)
-    model(ids).backward()
-    assert_same(expected, gradients(model))
-
-
 def test_plans_keep_neither_model_nor_sample_alive():
     model, (ids,), _ = listed()
     plan = hc.plan(model, ids, budget="min")
@@ -482,16 +448,6 @@ def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(budget, monkeyp
     device.capacity = 1
     with pytest.raises(hc.BudgetError, match="smaller batch"):
         hc.plan(copy.deepcopy(model), *args, budget=budget)
-
-
-def test_a_further_plan_fits_the_memory_that_is_free_by_then(monkeypatch):
-    model, args, _ = sequential()
-    first = hc.plan(model, *args)
-    free = 0.75 * first.measured.peak_bytes
-    device = SmallDevice(monkeypatch)
-    device.capacity = free
-    monkeypatch.setattr("hvd_ckpt.planning.planner.free_memory", lambda place: free)
-    assert hc.plan(model, *args).measured.peak_bytes <= free
 
 
 @pytest.mark.parametrize("case", ["list", "sequential", "gpt2 with its cache"])

@@ -85,6 +85,8 @@ def test_a_plan_is_reused_while_nothing_changes_that_it_depends_on(tmp_path, mon
     assert planned(other)
     other[1].drop.p = 0.2
     assert not planned(other)
+    other[1].sizes = [1, (2, 3)]
+    assert planned(other) and not planned(other)
     other[2].up.weight = other[1].up.weight
     assert planned(other)
     monkeypatch.setattr(Residual, "forward", lambda self, x: self.up(self.norm(x))[:, :16])

@@ -193,6 +193,24 @@ def test_counted_computation_is_near_the_measured_one() -> None:
     assert len(by_hand.names) == len(real.names)
 
 
+def test_attention_is_counted_however_its_arguments_are_given() -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self, by_name: bool) -> None:
+            super().__init__()
+            self.by_name = by_name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.by_name:
+                return functional.scaled_dot_product_attention(query=x, key=x, value=x, is_causal=True)
+            return functional.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+
+    sample = Sample((torch.zeros(2, 4, 16, 8, device="meta", requires_grad=True),), {}, None)
+    chains = [
+        counted(torch.nn.Sequential(Attention(by_name)), sample, 1e12).chain for by_name in (True, False)
+    ]
+    assert chains[0] == chains[1] and chains[0][1].forward_seconds > 0
+
+
 def test_a_layout_that_is_too_large_when_it_is_tried_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast, none = (
         LayoutRow(TrainingLayout(2, micro_batches=count), fits, 1, seconds=seconds)
@@ -254,12 +272,16 @@ def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
 
     rows = hc.layouts(model, make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
     assert [row.layout for row in rows] == [row.layout for row in rows_for(400)]
+    norms = torch.nn.Sequential(*(torch.nn.LayerNorm(8) for _ in range(2)))  # no matrix product is counted
+    alone = hc.layouts(norms, lambda count: torch.zeros(count, 8), batch=2, memory="1MiB", ranks=1)
+    assert alone[0].fits and alone[0].recomputing == 0
     for wrong, says in (
         ({"memory": "80%"}, "memory must be bytes"),
         ({"ranks": 0}, "ranks must be a number from 1, not 0"),
         ({"batch": 2.5}, r"batch must be a number from 1, not 2\.5"),
         ({"tflops": 0}, "tflops must be > 0, not 0"),
         ({"network": 25}, "network must be a .*Network, not 25"),
+        ({"network": DEFAULT, "ranks": None}, "give ranks, their number, as well"),
     ):
         with pytest.raises(ValueError, match=says):
             hc.layouts(model, make_sample, **{"batch": 64, "memory": "400MiB", "ranks": 8, **wrong})

@@ -146,6 +146,7 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2,), {"device": "tpu"}, "device 'tpu': give cpu, cuda, or cuda:N"),
         ((2,), {"local": {"delay": 101}}, "delay=101 must be at most every=100"),
         ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
+        ((4, 3), {"within": "host"}, "within must be a number of ranks from 2 that divides np=4"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ((2, hc.Shard(3, units=[nn.Linear(1, 1)])), {}, "units[0] has a Linear"),
         ((2,), {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)}, "none of the model's"),

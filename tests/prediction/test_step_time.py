@@ -8,11 +8,13 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.ways import Rings, Sending, StartingNetwork, efficiency, step_in
+from benchmarks.suites.scale import WAYS
+from benchmarks.ways import OneLevel, Rings, Sending, efficiency, step_in
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.layouts import nbytes_of
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
-from hvd_ckpt.prediction.training_layout import WAYS, TrainingLayout
+from hvd_ckpt.prediction.training_layout import TrainingLayout
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.
@@ -62,7 +64,7 @@ def test_sums_within_hosts_pass_the_link_once() -> None:
     # 2 MB to the neighbour on the host, then 1 MB of each of both ranks to the other host.
     assert BARE.scatter(4e6, 4) == pytest.approx(0.2 + 2.0, rel=1e-3)
     assert sent_by("scatter", 4_000_000) == pytest.approx(3e6, rel=1e-3)
-    one = StartingNetwork(**vars(BARE), one_level=True)
+    one = OneLevel(**vars(BARE))
     assert one.scatter(4e6, 4) == BARE.alltoall(4e6, 4)
     assert BARE.scatter(1e5, 4) == BARE.alltoall(1e5, 4)  # too little
     assert BARE.scatter(4e6, 2) == BARE.alltoall(4e6, 2)  # one host
@@ -123,7 +125,7 @@ def test_shards_send_what_they_say(sizes: ModelSizes) -> None:
     expected = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3, "local": 2}
     expected |= {"ddp": 2, "fsdp2": 3, "ring": 2}
     sent = {
-        way: step_in(way, sizes, split_of(way, 4), Network(local=4)).sent / (0.75 * sizes.nbytes)
+        way: step_in(way, sizes, split_of(way, 4), Network(local=4)).sent / (0.75 * nbytes_of(sizes.model))
         for way in expected
     }
     # Embeddings, 8 % of the weights, are whole from the forward to the backward pass, and gathered once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -85,3 +86,17 @@ def test_the_end_of_a_process_is_an_error_after_its_last_message(links):
         received(second, 10_000, 0)
     with pytest.raises(PeerEnded):
         second.send(some_bytes(10), 0, 0)
+
+
+def test_a_link_that_nobody_has_any_more_and_one_in_a_forked_process_are_closed():
+    """After another start of Horovod, whose grid has another link."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = NearLink({1: first})
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if first.fileno() == -1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    del link, first
+    gc.collect()
+    second.settimeout(10)
+    assert second.recv(1) == b""

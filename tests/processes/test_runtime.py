@@ -43,6 +43,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     hc.init()
     hc.init()
+runtime.grid.set_current(runtime.grid.Grid(1, 1, 0, 0, address="kept"))
+hc.init(process_sets=[])
+report["grid"] = hc.grid().address
 report["fusion"] = os.environ.get("HOROVOD_FUSION_THRESHOLD")
 report["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
 report["repeatable"] = runtime.repeatable()
@@ -95,6 +98,7 @@ def test_a_first_start_with_nothing_set(reports: dict[str, Any]) -> None:
     assert report["nvls"] == "0"
     assert report["threads"] == runtime.allowed_cpus()
     assert report["sizes"] == [1, 1]
+    assert report["grid"] == "kept"  # by a call while Horovod runs
     assert ("starts only once" in str(report["again"])) == (report["controller"] == "mpi")
 
 

@@ -30,7 +30,7 @@ def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
 
 
 IMPORTS = """
-import threading, time, torch
+import os, sys, threading, time, torch
 from horovod.torch import mpi_ops
 import hvd_ckpt as hc
 from hvd_ckpt.processes import watchdog
@@ -59,6 +59,7 @@ while time.monotonic() < end:
     time.sleep(0.01)
 """,
     "restarted": """
+os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
 hc.init()
 assert threading.active_count() == 2 and watchdog._dog.timeout is None
 try:
@@ -70,9 +71,10 @@ assert threading.active_count() == 2
 hc.init(stall_timeout=60)
 for _ in range(2):
     hc.allreduce(torch.ones(2), name="x")
-    if not mpi_ops.mpi_enabled():
-        hc.shutdown()
-        hc.init()
+    watchdog.look_every_second(lambda: None)
+    hc.shutdown()
+    assert not watchdog._dog.looks
+    hc.init()
 handle = hc.allreduce_async(torch.ones(2), name="y")
 while not hc.poll(handle):
     time.sleep(0.001)
@@ -95,6 +97,16 @@ print("waits", flush=True)
 while not hc.poll(handle):
     time.sleep(0.01)
 """,
+    "ending": """
+def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+def diagnose(*ranks):
+    raise OSError("no table")
+hc.init(stall_timeout=1)
+threading.Thread.start, sys.modules["hvd_ckpt.processes.hosts"].diagnose = start, diagnose
+print("waits", flush=True)
+watchdog.waiting("Horovod to end")(time.sleep)(60)
+""",
 }
 
 
@@ -107,7 +119,8 @@ def test_a_long_wait_without_a_limit_is_announced_once(results: dict[str, Result
     said = results["announced"].stderr
     assert results["announced"].returncode == 0, said
     announced = re.findall(r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", said)
-    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], said
+    found = [re.sub(r" at <string>:\d+$", "", one) for one in announced if "Horovod" not in one]
+    assert found == ["a test to end", "another one"], said
 
 
 def test_of_several_handles_that_are_polled_each_is_announced_once(results: dict[str, Result]) -> None:
@@ -117,16 +130,19 @@ def test_of_several_handles_that_are_polled_each_is_announced_once(results: dict
 
 
 @pytest.mark.parametrize(
-    ("case", "waited_for"), [("restarted", "a test to end"), ("polled", r"a collective at <string>:\d+")]
+    ("case", "said"),
+    [
+        ("restarted", r"a test to end at <string>:\d+; not all ranks have come"),
+        ("polled", r"a collective at <string>:\d+; not all ranks have come"),
+        ("ending", r"Horovod to end at <string>:\d+; the other ranks cannot be looked for \(no table\)"),
+    ],
 )
-def test_a_wait_that_is_too_long_ends_the_process(
-    results: dict[str, Result], case: str, waited_for: str
-) -> None:
-    """By one thread, that outlives a new start; also a wait that polls."""
+def test_a_wait_that_is_too_long_ends_the_process(results: dict[str, Result], case: str, said: str) -> None:
+    """By one thread, that outlives a new start; also a wait that polls, and one at the end, where Python starts no more threads."""
     result = results[case]
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
-    assert re.search(rf"waited \d+ s for {waited_for}; not all ranks have come", result.stderr)
+    assert re.search(rf"waited \d+ s for {said}", result.stderr)
 
 
 def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

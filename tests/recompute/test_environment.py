@@ -140,9 +140,7 @@ def under_policies(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 WAYS: dict[str, Run] = {
-    **{
-        name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "CheckpointFunction", "nested")
-    },
+    **{name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "nested")},
     "segments": in_segments(False),
     "reentrant segments": in_segments(True),
     "selective": each(selective),
@@ -233,7 +231,7 @@ def test_a_mode_that_is_still_entered_is_not_entered_again(way: str) -> None:
     assert modes[0].seen > modes[1].seen == 8
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "CheckpointFunction", "tape"])
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "tape"])
 def test_a_backward_pass_on_another_thread_in_a_context_of_its_own(way: str) -> None:
     def step(run: Run) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -321,7 +319,7 @@ class ReadsOutside(nn.Module):
         return torch.tanh(torch.tanh(x) * (self.changing if FACTOR.get() != 1.0 else 1.0))
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "CheckpointFunction", "segments"])
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "segments"])
 def test_an_environment_of_another_kind_is_verified_anew(way: str) -> None:
     model = nn.Sequential(ReadsOutside(), nn.Tanh())
 

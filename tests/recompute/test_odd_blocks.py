@@ -51,7 +51,6 @@ WAYS: dict[str, Run] = {
     "segments": in_segments(False),
     "reentrant segments": in_segments(True),
     "lambdas": in_lambdas,
-    "CheckpointFunction": lambda model, x: hc.CheckpointFunction.apply(model, 1, x, *model.parameters()),
     **{f"policy {seed}": under_policies(seed) for seed in range(4)},
 }
 REPEATED = {
@@ -71,7 +70,6 @@ REFUSED = {
     "segments": REPEATED | HOOKED,
     "reentrant segments": REPEATED | UNRECORDED,
     "lambdas": REPEATED | HOOKED,
-    "CheckpointFunction": REPEATED | UNRECORDED,
 }
 OF_POLICIES = HOOKED | {
     "operator with its own noise",
@@ -177,7 +175,7 @@ def test_a_region_that_is_recomputed_in_the_middle_of_its_first_pass(name: str, 
     assert all(map(same, trained(lambda model, x: model(x)), trained(WAYS[way])))
 
 
-@pytest.mark.parametrize("way", ["segments", "reentrant segments", "lambdas", "CheckpointFunction"])
+@pytest.mark.parametrize("way", ["segments", "reentrant segments", "lambdas"])
 def test_kernels_of_the_forward_pass(way: str) -> None:
     def attend(block: Any, x: Tensor) -> Tensor:
         heads = x.view(1, len(x), 2, -1).transpose(1, 2)

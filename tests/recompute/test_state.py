@@ -11,7 +11,7 @@ from selective import drop_all
 from torch import Tensor, nn
 from ways import VARIANTS, WAYS, Run, plainly, reentrant
 
-from hvd_ckpt.recompute import CheckpointFunction, RecomputationMismatch, checkpoint
+from hvd_ckpt.recompute import RecomputationMismatch, checkpoint
 from hvd_ckpt.recompute.tape import run_selectively
 
 
@@ -179,9 +179,6 @@ FREEZING: dict[str, Run] = {
     "no early stop": lambda block, x, more: checkpoint(block, x, more, early_stop=False),
     "lambda": lambda block, x, more: checkpoint(lambda y: block(y, more), x),
     "reentrant lambda": lambda block, x, more: reentrant(lambda y: block(y, more), x),
-    "CheckpointFunction": lambda block, x, more: CheckpointFunction.apply(
-        lambda x, weight: block(x, [weight]), 2, x, *more, *block.parameters(), block.offset
-    ),
     "segments": lambda block, x, more: WAYS["segments"](Partial(block, more), x),
     "reentrant segments": lambda block, x, more: WAYS["reentrant segments"](Partial(block, more), x),
     "tape": on_a_tape,
@@ -258,7 +255,7 @@ def test_flags_are_put_back_after_an_error(way: str) -> None:
     assert all(parameter.requires_grad for parameter in block.parameters()) and not weight.requires_grad
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "CheckpointFunction"])
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant"])
 def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
     class Judged(Weighted):
         def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
@@ -268,7 +265,6 @@ def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
             return out
 
     block, x = Judged(), torch.randn(5, 8, requires_grad=True)
-    block.linear.requires_grad_(way != "CheckpointFunction")
     FREEZING[way](block, x, [torch.randn(8)]).sum().backward()
     assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.linear.weight.grad is None and block.norm.weight.grad is not None

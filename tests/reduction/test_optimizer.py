@@ -153,6 +153,21 @@ def test_other_operations_reduce_at_the_end() -> None:
     same_everywhere(model)
 
 
+@several
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_sparse_gradients_are_gathered_in_their_type(dtype: torch.dtype) -> None:
+    """Each rank has row 0, and one of its own."""
+    table = nn.Parameter(torch.zeros(hc.size() + 1, 2, dtype=dtype))
+    optimizer = hc.DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("table", table)])
+    value = 2 + 3j if dtype.is_complex else 2
+    rows = torch.full((2, 2), value, dtype=dtype)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[0, hc.rank() + 1]]), rows, table.shape)
+    optimizer.synchronize()
+    expected = torch.full_like(table, value / hc.size()).detach()
+    expected[0] = value
+    assert table.grad.is_sparse and torch.equal(table.grad.to_dense(), expected)
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-4])
 def test_a_notice_of_one_rank_reaches_all_with_the_gradients(bucket_cap_mb: float) -> None:
     model = chain(1)
@@ -203,6 +218,8 @@ def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
         resumed.load_reduction_state_dict({**state, "order": ["elsewhere"]})
     with pytest.raises(ValueError, match="version 7"):
         resumed.load_reduction_state_dict({"version": 7})
+    with pytest.raises(ValueError, match="is a NoneType, and must be a dict"):
+        resumed.load_reduction_state_dict(None)
 
 
 @several
@@ -255,6 +272,17 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
     states = hc.allgather_object(optimizer.state_dict())
     assert all(str(state) == str(states[0]) for state in states)
     assert states[0]["state"]
+
+
+def test_broadcast_optimizer_state_sends_what_is_of_no_parameter() -> None:
+    optimizer = momentum(chain(1))
+    optimizer.state["all"] = {"steps": 3 + hc.rank(), "mean": torch.tensor([float(hc.rank())])}
+    if hc.rank():
+        optimizer.state["more"] = {"steps": 1}
+    else:
+        optimizer.state["root"] = {"steps": 2}
+    hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert dict(optimizer.state) == {"all": {"steps": 3, "mean": torch.zeros(1)}, "root": {"steps": 2}}
 
 
 def test_broadcast_parameters_of_every_dtype_and_shape() -> None:
@@ -349,6 +377,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     "options",
     [
         {"op": "sum"},
+        {"op": [hc.Sum]},
         {"compression": None},
         {"compression": "fp16"},
         {"process_set": 0},
@@ -383,6 +412,7 @@ def test_wrong_names_and_wrapping_twice() -> None:
 
     missing = r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)"
     raises_everywhere(ValueError, missing, lambda: wrap_with(names[:2]))
+    raises_everywhere(ValueError, "tuples", lambda: wrap_with([(*pair, 1) for pair in names]))
     raises_everywhere(ValueError, "already", lambda: hc.DistributedOptimizer(wrap(model)))
     if hc.rank() == 0:  # an error of one rank is raised on all
         names[1] = (names[0][0], names[1][1])

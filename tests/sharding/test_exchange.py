@@ -12,7 +12,7 @@ from hvd_ckpt.collectives import asynchronous, rows
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.collectives.formats import BF16, FP16, FP32, INT8, WireFormat, sum_dtype
 from hvd_ckpt.collectives.process_sets import levels
-from hvd_ckpt.sharding.tree import add_rows
+from hvd_ckpt.distributed.tree import add_rows
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 

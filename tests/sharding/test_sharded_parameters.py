@@ -295,6 +295,12 @@ class ChangesItsInput(Block):
         return self.outer(self.inner(nn.functional.relu_(x)))
 
 
+class TakesOneTwice(Block):
+    def forward(self, x: Any, same: Any) -> Any:
+        assert x is same
+        return super().forward(x)
+
+
 class ReturnsParameters(Block):
     def forward(self, x: Any) -> Any:
         return super().forward(x) * self.norm.weight, self.norm.bias, self.inner.weight.t()[:, :WIDTH]
@@ -315,6 +321,8 @@ def test_whatever_a_unit_takes_and_returns() -> None:
         return block(x) + x
 
     train(*pair(lambda: Stack([ChangesItsInput() for _ in range(2)], with_the_changed_input)))
+
+    train(*pair(lambda: Stack([TakesOneTwice() for _ in range(2)], lambda block, x: block(x, x))))
 
     def with_the_parameters(block: Any, x: torch.Tensor) -> torch.Tensor:
         hidden, bias, weight = block(x)

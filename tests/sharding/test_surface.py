@@ -209,6 +209,7 @@ def test_schedule_free_optimizers_change_to_evaluation_and_back(inside: bool, st
         lambda state, parameter: state.pop(parameter, None),
         lambda state, parameter: parameter in state,
         lambda state, parameter: state.setdefault(parameter, {}),
+        lambda state, parameter: state.update({parameter: {}}),
         lambda state, parameter: state.__setitem__(parameter, {"exp_avg": torch.ones(70, WIDTH)}),
     ],
 )
@@ -243,6 +244,28 @@ def test_state_is_a_mapping_of_what_this_rank_has(stage: int) -> None:
     assert all(type(each) is dict and len(each) == len(optimizer.pieces) for each in copies)
     assert "exp_avg" in str(optimizer.state_dict()["state"]) or not optimizer.pieces
     assert optimizer.state.pop(torch.nn.Parameter(torch.ones(2)), None) is None  # of another optimizer
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its steps that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"] = {"steps": self.state["all"].get("steps", 0) + 1}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_no_parameter_is_in_whole_states(stage: int) -> None:
+    model, optimizer = build(lambda groups: Counting(groups, lr=0.1, momentum=0.9), stage, elementwise=True)
+    for number in range(2):
+        step(model, optimizer, number)
+    state = optimizer.full_state_dict(all_ranks=True)
+    assert state["state"]["all"] == {"steps": 2}
+    optimizer.state["all"]["steps"] = 7
+    optimizer.load_state_dict(state)
+    assert optimizer.state["all"] == {"steps": 2}
+    step(model, optimizer, 2)
+    assert optimizer.state["all"] == {"steps": 3}
 
 
 # -------------------------------------------------------------------------------------- frozen parameters

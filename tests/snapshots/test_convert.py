@@ -14,7 +14,7 @@ from snapshot_files import read_snapshot, sign
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.snapshots.fits import optimizer_values
+from hvd_ckpt.snapshots.fits import PerRankState, ReplicatedState, optimizer_values, validated
 from hvd_ckpt.snapshots.folder import SnapshotError
 
 
@@ -30,7 +30,9 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def replicated(model: nn.Module, **more: Any) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
-    return {"groups": [names], "ema": None, "mid_period": False, "replicas": None, **more}
+    of_loop = {"scheduler": None, "loader": {"position": 5}, "loop": {}}
+    of_job = {"scaler": None, "threads": 1, "device": "cpu", "replicas": None, "mid_period": False}
+    return {"groups": [names], "ema": None, **of_loop, **of_job, **more}
 
 
 def write_old(folder: Path, files: dict[str, Any], sharding: Any, ranks: int) -> Path:
@@ -74,11 +76,19 @@ def check(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
     buffers = found.whole_tensors(f"buffers@{rank}")
     assert buffers.keys() == dict(model.named_buffers()).keys()
     assert found.replicated["options"][0]["betas"] == (0.9, 0.999) and found.per_rank["optimizer"] is not None
+    validated(ReplicatedState, found.replicated, "replicated")
+    assert validated(PerRankState, found.per_rank, "per_rank").loader == {"position": 5}
 
 
 def test_a_whole_snapshot(tmp_path: Path) -> None:
     model, optimizer = trained()
-    own = {"buffers": dict(model.named_buffers()), "local": None}
+    own = {
+        "random": {},
+        "reduction": {},
+        "loader": None,
+        "buffers": dict(model.named_buffers()),
+        "local": None,
+    }
     files = {
         "model.safetensors": model.state_dict(),
         "replicated.pt": replicated(model, optimizer=optimizer.state_dict()),
@@ -141,7 +151,8 @@ def test_shards_of_two_ranks(tmp_path: Path) -> None:
         groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(range(len(named)))}]
         files[f"shard-{rank:05d}.pt"] = {"state": state, "param_groups": groups}
         files[f"weights-{rank:05d}.safetensors"] = weights
-        files[f"rank-{rank:05d}.pt"] = {"buffers": buffers, "local": None}
+        own = {"random": {}, "reduction": {}, "buffers": buffers, "local": None}
+        files[f"rank-{rank:05d}.pt"] = own
         sharding["optimizer"].append(shards)
         sharding["weights"].append(shards)
     path = write_old(tmp_path, files, sharding, 2)

@@ -1,7 +1,8 @@
-"""The lock of a run's folder: a second run is refused, and a lock whose owner has died is taken over."""
+"""The lock of a run's folder: a second run is refused until the first has ended, however it does."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -13,134 +14,76 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from hvd_ckpt.snapshots import lock
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.lock import LOCK_FILE, FolderLock
 
 OWNER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from hvd_ckpt.snapshots.lock import FolderLock
 held = FolderLock(Path(sys.argv[1]))
-print("held", flush=True)
+child = os.fork()  # as of a worker of a loader
+if child:
+    print(child, flush=True)
 time.sleep(100)
 """
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def rewrite(folder: Path, **changed: Any) -> None:
-    content = json.loads((folder / LOCK_FILE).read_text())
-    (folder / LOCK_FILE).write_text(json.dumps({**content, **changed}))
-
-
-def test_a_second_process_is_refused_until_the_first_has_died(owner: Any, tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=f"process {owner.pid} on .*, since 20") as refused:
-        FolderLock(tmp_path)
-    assert "\n" not in str(refused.value)
-    owner.send_signal(signal.SIGKILL)
-    while psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    FolderLock(tmp_path).release()
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        try:
+            with pytest.raises(SnapshotError, match=f"process {owner.pid} on .*, since 20") as refused:
+                FolderLock(tmp_path)
+            assert "\n" not in str(refused.value)
+            owner.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+            FolderLock(tmp_path).release()  # though its child runs on
+        finally:
+            owner.kill()
+            os.kill(child, signal.SIGKILL)
     assert not os.listdir(tmp_path)
-
-
-def test_another_process_with_the_owners_number_is_not_the_owner(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
-    rewrite(tmp_path, started=1.0, token="0")
-    other = FolderLock(tmp_path)
-    held.release()
-    with pytest.raises(SnapshotError, match="another object of this process"):
-        FolderLock(tmp_path)
-    other.release()
-    assert not os.listdir(tmp_path)
-
-
-def test_an_owner_on_another_machine_is_alive_while_it_touches_its_lock(
-    owner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "DEAD_SECONDS", 2.0)
-    rewrite(tmp_path, machine="other", host="other")
-    toucher = multiprocessing.get_context("fork").Process(target=_touch, args=(tmp_path / LOCK_FILE,))
-    toucher.start()
-    with pytest.raises(SnapshotError, match="on other"):
-        FolderLock(tmp_path)
-    toucher.kill()
-    toucher.join()
-    FolderLock(tmp_path).release()
-
-
-def _touch(path: Path) -> None:
-    while True:
-        time.sleep(0.2)
-        os.utime(path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"process": "x", "machine": 3}'])
-def test_a_damaged_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(lock, "DEAD_SECONDS", 0.1)
+def test_a_damaged_lock_is_taken_over(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK_FILE).write_text(content)
-    FolderLock(tmp_path).release()
+    held = FolderLock(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(content)
+    with pytest.raises(SnapshotError, match="in use by another process"):
+        FolderLock(tmp_path)
+    del held
 
 
-def test_of_starters_at_once_one_takes_a_dead_lock_over(tmp_path: Path) -> None:
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("text")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "mine")
+    held = FolderLock(tmp_path)
+    held.check()
+    held.release()
+    assert (tmp_path / "mine").read_text() == "text" and (tmp_path / LOCK_FILE).is_symlink()
+
+
+def test_of_starters_at_once_one_has_the_lock(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for _ in range(5):
-        dead = FolderLock(tmp_path)
-        rewrite(tmp_path, started=1.0, token="0")
-        results, judged = context.Queue(), context.Barrier(6)
-        starters = [
-            context.Process(target=_start, args=(tmp_path, judged, results)) for _ in range(6)
-        ]  # fmt: skip
+        (tmp_path / LOCK_FILE).write_text("{}")  # of a process that was killed
+        results, begun = context.Queue(), context.Barrier(6)
+        starters = [context.Process(target=_start, args=(tmp_path, begun, results)) for _ in range(6)]
         for starter in starters:
             starter.start()
         assert sorted(results.get(timeout=60) for _ in starters) == [False] * 5 + [True]
         for starter in starters:
             starter.kill()
             starter.join()
-        dead.release()
 
 
-def test_a_lock_that_is_read_before_it_is_written_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = FolderLock(tmp_path)
-    early: list[dict[str, Any]] = [{}]  # what the first read finds
-    read = lock._read
-    monkeypatch.setattr(lock, "_read", lambda path: early.pop() if early else read(path))
-    monkeypatch.setattr(
-        lock.time, "sleep", lambda seconds: pytest.fail("it waits for a lock of this machine")
-    )
-    with pytest.raises(SnapshotError, match="in use by another object of this process"):
-        FolderLock(tmp_path)
-    held.release()
-
-
-def _start(folder: Path, judged: Any, results: Any) -> None:
-    """Takes the lock of a folder once all starters have found that the lock there is dead."""
-    is_dead, first = lock._is_dead, [True]
-
-    def dead_for_all(path: Path, holder: dict[str, Any]) -> bool:
-        dead = is_dead(path, holder)
-        if first:
-            first.clear()
-            judged.wait()
-        return dead
-
-    lock._is_dead = dead_for_all
+def _start(folder: Path, begun: Any, results: Any) -> None:
+    begun.wait()
     try:
         held = FolderLock(folder)
     except SnapshotError:
@@ -148,7 +91,27 @@ def _start(folder: Path, judged: Any, results: Any) -> None:
     else:
         results.put(True)
         time.sleep(100)
-        held.release()
+        del held
+
+
+def test_a_lock_that_was_removed_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, list[Path]()
+
+    def late(file: Any, how: int) -> None:
+        if not removed:
+            removed.append(tmp_path / LOCK_FILE)
+            removed[0].unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = FolderLock(tmp_path)
+    with pytest.raises(SnapshotError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    held.check()
+    held.release()
+    assert not os.listdir(tmp_path)
 
 
 def test_a_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
@@ -156,19 +119,27 @@ def test_a_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=held.release)
     child.start()
     child.join()
-    assert (tmp_path / LOCK_FILE).exists()
+    with pytest.raises(SnapshotError, match="in use"):
+        FolderLock(tmp_path)
     del held
     gc.collect()
     assert not os.listdir(tmp_path)
 
 
-def test_an_owner_that_stood_still_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.05)
-    held = FolderLock(tmp_path)
-    held.check()
-    rewrite(tmp_path, token="0")
-    time.sleep(0.5)
-    with pytest.raises(SnapshotError, match="taken over"):
-        held.check()
-    held.release()
-    assert (tmp_path / LOCK_FILE).exists()  # it is the other's
+def test_where_files_cannot_be_locked_the_first_owner_hears_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any) -> None:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    first = FolderLock(tmp_path)
+    first.check()
+    second = FolderLock(tmp_path)
+    second.check()
+    with pytest.raises(SnapshotError, match=f"process {os.getpid()} on .*taken over"):
+        first.check()
+    first.release()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())  # it is the other's
+    second.release()
+    assert not os.listdir(tmp_path)

@@ -109,6 +109,26 @@ def test_state_of_any_form_resumes_with_the_same_bits(folder: Path, kind: Callab
     assert_same(optimizer.state_dict(), resumed.state_dict())
 
 
+@pytest.mark.ranks(mpi=(4,))
+def test_the_state_of_each_rank_resumes_with_the_same_bits(folder: Path) -> None:
+    """Adasum combines updates, so moments are those of a rank's own gradients."""
+    if not hc.mpi_enabled():
+        pytest.skip("Adasum needs MPI")
+
+    def momentum(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    model, optimizer = make(momentum, op=hc.Adasum)
+    train(folder / "whole", model, optimizer, 5)
+    train(folder / "two", *make(momentum, op=hc.Adasum), 3)
+    again, resumed = make(momentum, op=hc.Adasum)
+    assert train(folder / "two", again, resumed, 5) == 3
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))
+    assert_same(optimizer.state_dict(), resumed.state_dict())
+    moments = hc.allgather_object(optimizer.state_dict()["state"][0]["momentum_buffer"])
+    assert not torch.equal(moments[0], moments[1])
+
+
 def refused(folder: Path, match: str, kind: Callable[..., Any], **options: Any) -> None:
     with pytest.raises(SnapshotError, match=match):
         train(folder, *make(kind, **options), 1)

@@ -203,8 +203,8 @@ PARTS: dict[str, tuple[str, Part]] = {
     [
         ("exponential", "cosine", "ExponentialLR.*CosineAnnealingLR"),
         # Its position would be lost, and samples be read twice.
-        ("of each rank", "of all", "position of another kind of loader than a DistributedSampler"),
-        ("of all", "of each rank", "position of another kind of loader than a Feed"),
+        ("of each rank", "of all", 'loader is "a loader of each rank", .* here is "DistributedSampler"'),
+        ("of all", "of each rank", 'loader is "DistributedSampler", .* here is "a loader of each rank"'),
     ],
 )
 def test_another_part_is_refused(folder: Path, there: str, here: str, says: str) -> None:

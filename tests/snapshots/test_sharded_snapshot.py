@@ -23,6 +23,7 @@ from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors
+from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range, TensorMetadata
 from hvd_ckpt.utils.cuts import Cut
 
@@ -103,16 +104,16 @@ def test_shards_of_all_ranks_make_whole_weights(
     assert (found.per_rank, found.replicated["a"], found.manifest.ranks) == (1, 1, RANKS)
     assert found.manifest.layout.stage == 3
     expected = model.state_dict()
-    manifest, tensors, size = export(path, tmp_path / "whole.safetensors")
+    tensors, size = export(open_snapshot(path), tmp_path / "whole.safetensors")
     whole = load_file(tmp_path / "whole.safetensors")
-    assert (manifest.step, manifest.ranks, tensors) == (2, RANKS, len(expected))
+    assert tensors == len(expected)
     assert size == os.path.getsize(tmp_path / "whole.safetensors")
     for weights in (found.weights, whole):
         assert weights.keys() == expected.keys()
         for name, weight in expected.items():
             assert weights[name].dtype == weight.dtype and torch.equal(weights[name], weight), name
     assert found.weights["images.weight"].stride() == model.state_dict()["images.weight"].stride()
-    export(path, tmp_path / "average.safetensors", ema=True)
+    export(open_snapshot(path), tmp_path / "average.safetensors", ema=True)
     average = load_file(tmp_path / "average.safetensors")
     assert average.keys() == expected.keys()
     buffers = dict(model.named_buffers())
@@ -168,7 +169,7 @@ def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     path = made[0]
     file = path / "rank-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    for use in (read_snapshot, lambda path: export(path, tmp_path / "new.safetensors")):
+    for use in (read_snapshot, lambda path: export(open_snapshot(path), tmp_path / "new.safetensors")):
         with pytest.raises(SnapshotError, match=r"rank-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]

@@ -107,7 +107,7 @@ def alike_ranks(simulation: Simulation, ranks: int = 2, looks: int = 0) -> Itera
     """Within it the simulation sees what hooks do, which hide it from modes."""
     with (
         AlikeRanks(simulation, ranks, looks).running() as alike,
-        mock.patch("hvd_ckpt.sharding.passes._quietly", torch.no_grad),
+        mock.patch("hvd_ckpt.sharding.passes.aside", torch.no_grad),
     ):
         yield alike
 

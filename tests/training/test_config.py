@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.config import BATCH_NORMS, Config, ConfigError, read_yaml
+from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.utils.plain_data import parsed
+from hvd_ckpt.utils.text import CHECKPOINTS, PRECISIONS, SCHEDULES, STAGES
 
 
 def error_of(**values: object) -> str:
@@ -23,6 +25,9 @@ def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
     options = {"layers": 2}
     config = Config("bert-small", model_options=options, lr=1e-4, budget="0.3x", accumulate=2, steps=7)
     assert all(field.description for field in Config.model_fields.values())
+    for name, allowed in (("schedule", SCHEDULES), ("precision", PRECISIONS), ("checkpoint", CHECKPOINTS),
+                          ("batch_norm", BATCH_NORMS), ("shard", STAGES), ("pipeline", PIPELINE_SCHEDULES)):  # fmt: skip
+        assert ", ".join(allowed) in " ".join(str(Config.model_fields[name].description).split())
     config.write_yaml(tmp_path / "config.yaml")
     assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
     assert Config.make(config.as_dict()) == config

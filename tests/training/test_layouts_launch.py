@@ -22,6 +22,7 @@ from snapshot_files import read_snapshot
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.snapshots.export import export
+from hvd_ckpt.snapshots.reader import open_snapshot
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faults.checks import differences
@@ -119,7 +120,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
-    export(run / "snapshots" / f"step-{STEPS:08d}", file, ema=True)
+    export(open_snapshot(run / "snapshots" / f"step-{STEPS:08d}"), file, ema=True)
     return load_file(file)
 
 

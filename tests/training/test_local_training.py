@@ -20,6 +20,7 @@ from hvd_ckpt.app.training.ending import NonFiniteLoss
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots.export import export
+from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.snapshots.schema import Manifest
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("one_thread")]
@@ -76,7 +77,7 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     buffers = [dict(each.model.named_buffers()) for each in (trainer, other)]
     for ours, theirs in (ranges, buffers, (one.per_rank, that.per_rank)):
         assert_same(ours, theirs)
-    for name in ("options", "scaler", "progress", "mid_period"):
+    for name in ("options", "scaler", "progress", "mid_period", "logged"):
         assert_same(one.replicated[name], that.replicated[name], place=name)
 
 
@@ -113,7 +114,7 @@ def test_ranks_differ_between_averages_and_an_evaluation_uses_their_mean(folder:
     }
     if hc.rank() == 0:
         name = f"step-{STEPS:08d}"
-        export(outcome.folder / "snapshots" / name, folder / "mean.safetensors")
+        export(open_snapshot(outcome.folder / "snapshots" / name), folder / "mean.safetensors")
         for each, value in load_file(folder / "mean.safetensors").items():
             torch.testing.assert_close(value, means[each])
     trainer.model.load_state_dict(means)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from horovod.torch.elastic import TorchState
 from same import same
 from snapshot_files import state_of
 
-from hvd_ckpt.app.training.elastic import RunState
+from hvd_ckpt.app.training.elastic import committed
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -32,24 +33,18 @@ def state(seed: int) -> dict[str, Any]:
 
 def trainer(rank: int, values: dict[str, Any]) -> Any:
     saved = state_of(**values, per_rank={"optimizer": None})
-    snapshots = SimpleNamespace(stop=SimpleNamespace(reason=None))
     progress = SimpleNamespace(step=rank)
-    return SimpleNamespace(
-        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved, snapshots=snapshots
-    )
+    return SimpleNamespace(folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved)
 
 
 def test_a_commit_stays_as_it_was_taken() -> None:
     values = state(1)
-    run = RunState()
-    run.follow(trainer(7, values))
+    run = TorchState(point=committed(trainer(7, values)))
     values["weights"]["weight"].zero_()
     values["replicated"]["options"][0]["means"][0].zero_()
     values["replicated"].clear()
     for _ in range(2):
         run.restore()
-        assert run.point is not None
-        assert run.point.snapshot is not None
         made = dataclasses.replace(run.point.snapshot)  # as a trainer reads it
         assert same({"weights": made.weights, "replicated": made.replicated}, state(1))
         made.replicated["options"][0]["means"][0].zero_()  # as an optimizer does

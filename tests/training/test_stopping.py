@@ -95,7 +95,7 @@ def test_a_start_where_another_run_is_leaves_the_request_to_stop_that_one(folder
     train(folder / "run")
     held, stop = FolderLock(folder / "run"), folder / "run" / "stop"
     stop.touch()
-    with pytest.raises(ConfigError, match="is in use by another object of this process"):
+    with pytest.raises(ConfigError, match="is in use by process"):
         train(folder / "run", resume=str(folder / "run"))
     assert stop.exists()
     held.release()

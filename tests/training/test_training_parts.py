@@ -230,9 +230,9 @@ class Clock:
 def test_meter_weighs_losses_and_leaves_excluded_time_out():
     clock = Clock()
     meter = Meter(clock=clock)
-    meter.add(torch.tensor(2.0, requires_grad=True), 3, 100)
-    meter.add(4.0, 1, 50)
-    meter.add(math.nan, 0, 0)
+    meter.add([(torch.tensor(2.0, requires_grad=True), 3)], 100)
+    meter.add([(4.0, 1)], 50)
+    meter.add([(math.nan, 0)], 0)
     clock.now = 2.0
     with meter.excluded():
         clock.now = 11.0
@@ -240,7 +240,7 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
     read = meter.read()
     assert [read[name] for name in ("loss", "rate", "seconds", "step_seconds")] == [2.5, 50.0, 3.0, 1.0]
     clock.now = 13.0
-    meter.add(2.0, 1, 8)
+    meter.add([(2.0, 1)], 8)
     other = torch.tensor([9.0, 3.0, 16.0, 1.0, 2.0, *[0.0] * 6])  # a step of two seconds
     read = meter.read(lambda own: torch.stack((own[0], other)))
     assert [read[name] for name in ("loss", "rate", "seconds", "step_seconds")] == [2.75, 24.0, 1.0, 1.5]
@@ -249,7 +249,7 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
 
 
 RECORD = {
-    "step": 20, "kind": "train", "loss": 2.34567, "lr": 3e-4, "rate": 12_345.0, "unit": "tokens", "memory": 3 << 29,
+    "step": 20, "kind": "train", "loss": 2.34567, "rate": 12_345.0, "lr": 3e-4, "unit": "tokens", "memory": 3 << 29,
     "memory_of": "resident set", "seconds": 10.0, "clipped": 0.25,
 }  # fmt: skip
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from forked import Case, Result, run_forked
 
-from hvd_ckpt.utils import extras
-
 pytestmark = pytest.mark.launch
 
-OPTIONAL = (
-    "matplotlib",
-    "mpi4py",
-    "PIL",
-    "sklearn",
-    "tensorboard",
-    "tokenizers",
-    "transformers",
-)
+OPTIONAL = ("matplotlib", "mpi4py", "PIL", "sklearn", "tensorboard", "tokenizers", "transformers")
 COMMANDS = ("compare", "export", "plan", "train")
 IMPORTS = """
 import importlib.metadata, json, sys
@@ -138,30 +127,3 @@ def test_the_library_without_horovod(results: dict[str, Result]) -> None:
     assert len(lines) == 3, results["library"].stderr
     for line in lines:
         assert line.startswith("Horovod is not installed") and "hvd-ckpt build-horovod" in line
-
-
-@pytest.mark.parametrize(
-    ("record", "command"),
-    [
-        (
-            {"url": "https://host/x.git", "vcs_info": {"vcs": "git"}},
-            "pip install 'hvd_ckpt[mpi] @ git+https://host/x.git'",
-        ),
-        ({"url": "file://{folder}/a%20clone", "dir_info": {}}, "pip install '{folder}/a clone[mpi]'"),
-        ({"url": "file://{folder}/a.whl", "archive_info": {}}, "pip install '{folder}/a.whl[mpi]'"),
-    ],
-)
-def test_the_command_names_where_the_package_came_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], command: str
-) -> None:
-    clone = tmp_path / "a clone"
-    clone.mkdir()
-    (clone / "setup.cfg").touch()
-    (tmp_path / "a.whl").touch()
-
-    class Distribution:
-        def read_text(self, name: str) -> str:
-            return json.dumps(record).replace("{folder}", str(tmp_path))
-
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
-    assert extras.pip_command("mpi") == command.replace("{folder}", str(tmp_path))

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from hvd_ckpt.utils.fingerprint import ROW, fingerprint
+from hvd_ckpt.utils.fingerprint import ROW, fingerprint, fingerprints
 
 SIZES = [1, 2, 3, 7, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 40 * ROW + 3]
 DTYPES = [
@@ -96,6 +96,12 @@ def test_fingerprints_of_conjugated_and_negated_views_use_their_values() -> None
     assert fingerprint(tensor.conj()) == fingerprint(tensor.conj().resolve_conj()) != fingerprint(tensor)
     imaginary = tensor.conj().imag
     assert fingerprint(imaginary) == fingerprint(imaginary.clone())
+
+
+def test_those_of_several_tensors_are_those_of_each() -> None:
+    whole = [random_tensor(numel, dtype) for dtype in DTYPES for numel in (0, 7, 8, 200_000)]
+    tensors = [*whole, *(tensor[1:] for tensor in whole if tensor.numel()), torch.eye(3).to_sparse()]
+    assert list(map(int, fingerprints(tensors))) == [int(fingerprint(tensor)) for tensor in tensors]
 
 
 def test_empty_scalar_parameter_and_sparse() -> None:

@@ -6,18 +6,15 @@ An invalid argument ends a command with one line and exit status 2. Status 1 mea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.folders import new_folder
@@ -135,22 +132,3 @@ def console_for_tables(width: int = 120) -> Console:
     console = Console()
     # rich would fold a table to 80 columns there, in the middle of numbers.
     return console if console.is_terminal else Console(width=width)
-
-
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str], title: str | None = None
-) -> Table:
-    """A table.
-
-    Args:
-        words: columns of words, which may be folded. The others have numbers.
-    """
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
-    for column in columns:
-        of_words = column in words
-        made.add_column(
-            column, justify="left" if of_words else "right", no_wrap=not of_words, overflow="fold"
-        )
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from hvd_ckpt.app.install.build_horovod import failure_of_last_build, missing_prerequisites
+from hvd_ckpt.app.install.build_horovod import missing_prerequisites
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS, ProbeResult, horovod_build, probe
 from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line, installed_version
-from hvd_ckpt.utils.folders import cache_folder, make_writable
+from hvd_ckpt.utils.folders import make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
@@ -90,6 +90,7 @@ def torch_facts() -> Facts:
     facts: Facts = {
         "version": torch.__version__,
         "cuda_built": cuda,
+        "rocm_built": torch.version.hip,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cuda_available": available,
         "devices": names,
@@ -112,11 +113,8 @@ def of_torch(torch: Facts) -> Iterator[Finding]:
     unsupported = torch.get("unsupported", "")
     yield Finding("PyTorch", torch["version"], "!" if unsupported else "ok", unsupported)
     devices = ", ".join(torch["devices"]) or "no device"
-    cuda = (
-        f"built for {torch['cuda_built']}, {devices}"
-        if torch["cuda_built"]
-        else "PyTorch is built for the CPU"
-    )
+    built = torch["cuda_built"] or (torch["rocm_built"] and f"ROCm {torch['rocm_built']}")
+    cuda = f"built for {built}, {devices}" if built else "PyTorch is built for the CPU"
     yield Finding("CUDA", cuda, "ok" if torch["cuda_available"] else "-")
     # What carries tensors between pipeline stages and between parts of a layer.
     hosts = "tensors on CPUs over MPI, or shared memory and Gloo"
@@ -172,16 +170,14 @@ def _of_horovod(torch: Facts, horovod: Facts, timeout: float) -> Iterator[Findin
 
 
 def _of_build() -> Iterator[Finding]:
-    """Why Horovod could not be built here."""
+    """What a build of Horovod lacks here."""
     try:
+        detect_target()
         missing = missing_prerequisites()
-        failed = failure_of_last_build(cache_folder()[0], detect_target())
     except (BuildError, OSError) as error:
-        missing, failed = [first_line(error)], None
+        missing = [first_line(error)]
     for text in missing:
         yield Finding("  its build", text, "!", f"the build of Horovod lacks something: {text}")
-    if failed is not None:
-        yield Finding("  its build", failed, "!", f"the last build of Horovod failed: {failed}")
 
 
 def _of_mpi() -> Iterator[Finding]:

@@ -61,23 +61,23 @@ def export(run: str, kind: str, output: str | None, ema: bool, convert: str | No
     from hvd_ckpt.snapshots.tensors import save_tensors
 
     try:
-        found = find_in(Path(run))
-        if found is None:
+        snapshot = find_in(Path(run))
+        if snapshot is None:
             raise BadArgument(f"there is no snapshot in '{run}': give the folder of a run or of a snapshot")
-        snapshot = found.path
         write: Write = write_pt if kind == "pt" else save_tensors
         if kind == "hf":
             from hvd_ckpt.app.training.trained import settings_of, write_hf
 
-            write = functools.partial(write_hf, settings_of(snapshot))
+            write = functools.partial(write_hf, settings_of(snapshot.path))
         place.parent.mkdir(parents=True, exist_ok=True)
         with saying("export", after=SECONDS) as say:
-            say(f"checking and copying '{snapshot}'")
-            manifest, tensors, size = write_export(snapshot, place, ema, write)
+            say(f"checking and copying '{snapshot.path}'")
+            tensors, size = write_export(snapshot, place, ema, write)
     except (SnapshotError, ValueError) as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
         raise BadArgument(f"--output: cannot write '{place}': {error.strerror or error}") from None
+    manifest = snapshot.manifest
     ranks = "1 rank" if manifest.ranks == 1 else f"{manifest.ranks} ranks"
     click.echo(
         f"{'Averaged weights' if ema else 'Weights'} of step {manifest.step}, written by {ranks}, {tensors} tensors, "

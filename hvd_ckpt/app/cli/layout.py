@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from pydantic import BeforeValidator, Field, model_validator
 
-from hvd_ckpt.app.cli.command_line import BadArgument, console_for_tables, saying, table
+from hvd_ckpt.app.cli.command_line import BadArgument, console_for_tables, saying
 from hvd_ckpt.app.cli.run_command import RunCommand
+from hvd_ckpt.app.cli.tables import Table
 from hvd_ckpt.app.models.catalog import overview
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.field_types import Count, Positive, Text
@@ -248,7 +249,7 @@ def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
         for row in fit[:SHOWN]
     ]
     title = f"{job.ranks} ranks, {job.batch} samples{remark}"
-    console_for_tables().print(table(columns, shown, ("layout", "limit"), title))
+    console_for_tables().print(Table(columns, shown, title, ("layout", "limit")).for_terminal())
     others = rows[len(fit) :]
     if len(fit) > SHOWN:
         click.echo(f"{len(fit) - SHOWN} others fit.")
@@ -299,7 +300,7 @@ def _print_trials(tried: Sequence[tuple[LayoutRow, Trial | str]]) -> None:
         mib = (f"{value / 2**20:.0f}" for value in (each.peak, row.peak))
         shown.append((str(row.layout), f"{each.seconds:.4g}", f"{row.seconds:.4g}", *mib))
     columns = ("layout", "s of a step", "predicted", "MiB of a rank", "estimated")
-    console_for_tables().print(table(columns, shown, ("layout",), "tried"))
+    console_for_tables().print(Table(columns, shown, "tried", ("layout",)).for_terminal())
 
 
 def choose(

@@ -23,11 +23,6 @@ COMMANDS = {  # the module of hvd_ckpt.app with the command, and its help
     "plan": ("cli.plan", "Fit a model's training step into a memory budget."),
     "train": ("cli.train", "Train a model over all ranks, on text, images or volumes."),
 }
-GONE = {  # commands that were here, and what does the same
-    "bench": "run `python -m benchmarks` in a clone of the repository",
-    "generate": "write the run with `hvd-ckpt export --format hf`, and generate with transformers",
-    "plot": "train with --tensorboard, and run `tensorboard --logdir` on the folder of the runs",
-}
 
 
 class LazyGroup(click.Group):
@@ -37,8 +32,6 @@ class LazyGroup(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in GONE:
-            raise click.UsageError(f"No such command '{cmd_name}': {GONE[cmd_name]}.", ctx)
         if cmd_name not in COMMANDS:
             return None
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hvd_ckpt.app.cli.command_line import table
+from hvd_ckpt.app.cli.tables import Table
 from hvd_ckpt.parallel.pipeline.schedule import bubble
 from hvd_ckpt.parallel.pipeline.stages import spans_of
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, policies_of
@@ -53,8 +53,8 @@ def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
 
 def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
     """Prints both tables and the notes of a plan."""
-    console.print(table(COLUMNS, rows(plan), WORDS))
-    console.print(table(TOTALS, totals(plan, baseline), WORDS))
+    console.print(Table(COLUMNS, rows(plan), words=WORDS).for_terminal())
+    console.print(Table(TOTALS, totals(plan, baseline), words=WORDS).for_terminal())
     for note in plan.notes:
         console.print(note, highlight=False, markup=False)
 
@@ -82,7 +82,7 @@ def print_stages(plan: Plan, console: Console) -> None:
                 ", ".join([*whole, policies_of(blocks)]),
             )
         )
-    console.print(table(STAGE_COLUMNS, shown, WORDS))
+    console.print(Table(STAGE_COLUMNS, shown, words=WORDS).for_terminal())
     spans = spans_of(pipeline)
     console.print(
         f"One micro-batch takes {1000 * max(part.seconds for part in pipeline.parts):.1f} ms on the longest part. A step of "

@@ -15,7 +15,7 @@ from hvd_ckpt.app.compare.launch import Launcher, Trainings
 from hvd_ckpt.app.compare.reference import compute_reference
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
-from hvd_ckpt.app.compare.runner.jobs import Event, Failure, reason
+from hvd_ckpt.app.compare.runner.jobs import Event, JobError, reason
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import Report
 from hvd_ckpt.app.compare.runner.settings import check_devices
@@ -138,18 +138,18 @@ class Comparison:
                 )
         return told
 
-    def _time(self, found: dict[str, dict[Cell, Trainings | Failure]], listener: Listener) -> None:
+    def _time(self, found: dict[str, dict[Cell, Trainings | JobError]], listener: Listener) -> None:
         """Times each engine's real workloads that have a result, and adds these trainings to it. A cell may still fail."""
         for number, engine in alternating(list(found), self._options.passes):
             before = {
                 cell: outcome
                 for cell, outcome in found[engine].items()
-                if not (CATALOG[cell.workload].small or isinstance(outcome, Failure))
+                if not (CATALOG[cell.workload].small or isinstance(outcome, JobError))
             }
             where = f"timing {engine}, pass {number + 1} of {self._options.passes}"
             job = self._job(f"time{number + 1}", engine, before)
             for cell, timed in self.launcher.train(job, functools.partial(listener, where)).items():
-                found[engine][cell] = timed if isinstance(timed, Failure) else before[cell] + timed
+                found[engine][cell] = timed if isinstance(timed, JobError) else before[cell] + timed
 
     def _job(self, name: str, engine: str, cells: Iterable[Cell], checks: bool = False) -> EngineJob:
         folder = self._folder / f"{name}-{engine}".replace(":", "-")

@@ -26,7 +26,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from hvd_ckpt.app.compare.cells import Cell
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.engines import find_engine
-from hvd_ckpt.app.compare.runner.jobs import Event, Failure, follow, ranks_at
+from hvd_ckpt.app.compare.runner.jobs import Event, JobError, follow, ranks_at
 from hvd_ckpt.app.compare.runner.rank import run_rank
 from hvd_ckpt.app.compare.worker import EngineJob, Figures
 from hvd_ckpt.processes.commands import Process
@@ -35,7 +35,7 @@ from hvd_ckpt.processes.rendezvous import rank_variables
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 IMPORTED = [
-    *("hvd_ckpt.app.compare.worker", "hvd_ckpt.app.models.bert", "hvd_ckpt.app.models.densenet"),
+    *("hvd_ckpt.app.compare.worker", "hvd_ckpt.app.models.transformer", "hvd_ckpt.app.models.densenet"),
     *("sklearn.datasets", "hvd_ckpt", "horovod.torch"),
 ]
 """Modules that ranks need, where they are installed; a rank that misses one says so itself."""
@@ -74,9 +74,9 @@ class Launcher:
     def __exit__(self, *_: object) -> None:
         self._server.stop()
 
-    def train(self, job: EngineJob, listener: Listener) -> dict[Cell, Trainings | Failure]:
+    def train(self, job: EngineJob, listener: Listener) -> dict[Cell, Trainings | JobError]:
         """Trains a job's cells, with a fresh start after each one that fails."""
-        found: dict[Cell, Trainings | Failure] = {}
+        found: dict[Cell, Trainings | JobError] = {}
         left, starts = list(job.cells), 0
         while left:
             starts += 1
@@ -97,7 +97,7 @@ class Launcher:
             left = unfinished[len(failed) :]
         return found
 
-    def start(self, job: EngineJob, listener: Listener) -> tuple[list[Event], Failure | None]:
+    def start(self, job: EngineJob, listener: Listener) -> tuple[list[Event], JobError | None]:
         """Starts the processes of a job, and follows them to their end; returns their events and what went wrong."""
         job.save()
         limit = functools.partial(self._limit, job.size)

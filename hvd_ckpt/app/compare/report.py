@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvd_ckpt.app.cli.tables import Table
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import (
     Column,
     Report,
-    Table,
     in_mib,
     listed,
     save_figure,

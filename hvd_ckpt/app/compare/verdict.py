@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_ckpt.app.compare.cells import Cell
-from hvd_ckpt.app.compare.runner.jobs import Failure
+from hvd_ckpt.app.compare.runner.jobs import JobError
 from hvd_ckpt.app.compare.runner.stats import ratios, slowest
 from hvd_ckpt.app.compare.worker import Figures
 from hvd_ckpt.app.compare.workloads import CATALOG
@@ -81,7 +81,7 @@ class Result:
 def judge(
     cell: Cell,
     engine: str,
-    trainings: Sequence[Sequence[Figures]] | Failure,
+    trainings: Sequence[Sequence[Figures]] | JobError,
     precision: str = "fp32",
 ) -> Result:
     """Judges one cell from the figures of each rank in each training of it (see :mod:`.worker`), or from its failure.
@@ -89,8 +89,8 @@ def judge(
     The first training has been compared with the reference, some have counted their reductions, and some were timed.
     """
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
-    if isinstance(trainings, Failure):
-        result.status, result.reason = trainings.kind, trainings.message
+    if isinstance(trainings, JobError):
+        result.status, result.reason = trainings.kind, str(trainings)
         return result
     kind, rank_by_rank = CATALOG[cell.workload], list(zip(*trainings))
     figures = [figures for ranks in trainings for figures in ranks]

@@ -167,7 +167,7 @@ class BertOnText(Workload, name="bert"):
     sizes: ClassVar = {"quick": (32, 2, 2, 32, 4), "default": (64, 4, 4, 64, 8)}
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        from hvd_ckpt.app.models.bert import bert
+        from hvd_ckpt.app.models.transformer import bert
 
         self._bert = bert
         self._hidden, self._layers, self._heads, self._length, self._sequences = self.sizes[scale]

@@ -7,27 +7,18 @@ are decoded on request, use the usual constants for photographs.
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
+from hvd_ckpt.app.datasets.arrays import ScaledArrays, Source, StandardisedSamples, load_arrays
 from hvd_ckpt.app.datasets.tokens import visible_files
-from hvd_ckpt.data.dataset import (
-    Integers,
-    Source,
-    StandardisedSamples,
-    channel_statistics,
-    check_samples,
-    load_arrays,
-)
-from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.data.dataset import Integers
 from hvd_ckpt.utils.text import one_line
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -38,8 +29,11 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # decoders of ot
 PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> Images:
-    """Opens a folder with a folder of images for each class, or an .npz file; for None, scikit-learn's digits."""
+def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> StandardisedSamples:
+    """Opens a folder with a folder of images for each class, or an .npz file; for None, scikit-learn's digits.
+
+    The inputs of a batch are images (samples, channels, pixels, pixels), and its targets are their classes (samples,).
+    """
     if source is None:
         return Digits(pixels, seed=seed)
     if Path(source).is_dir():
@@ -47,41 +41,7 @@ def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int
     return ImageArrays(source, pixels, seed=seed)
 
 
-class Images(StandardisedSamples):
-    """Images of ``pixels`` x ``pixels`` and their classes.
-
-    The inputs of a batch are the images (samples, channels, pixels, pixels), float32, and its targets are the classes (samples,).
-    """
-
-    def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
-        self.channels = channels
-        self.classes = classes
-        self.pixels = pixels
-        self._seed = seed
-        self._labels = labels
-        self._chosen = numpy.arange(len(labels))
-        self._standardise_by(self._chosen)
-
-    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which = self._chosen[check_samples(indices, epoch, len(self))[0]]
-        images = (self._images(which) - self._mean[:, None, None]) / self._deviation[:, None, None]
-        return Batch((images,), torch.from_numpy(self._labels[which]))
-
-    @abstractmethod
-    def _images(self, which: Integers) -> Tensor:
-        """Images before standardisation, (samples, channels, pixels, pixels), float32."""
-
-    @abstractmethod
-    def _statistics(self, which: Integers) -> tuple[Any, Any]:
-        """Mean and deviation of each channel of these images."""
-
-    def _standardise_by(self, which: Integers) -> None:
-        mean, deviation = self._statistics(which)
-        self._mean = torch.as_tensor(mean, dtype=torch.float32)
-        self._deviation = torch.as_tensor(deviation, dtype=torch.float32)
-
-
-class ImageArrays(Images):
+class ImageArrays(ScaledArrays):
     """Images in an array.
 
     Args:
@@ -93,28 +53,19 @@ class ImageArrays(Images):
         ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.
     """
 
+    scaling: ClassVar[Mapping[str, Any]] = {"mode": "bilinear", "antialias": True}
+
     def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
         images, labels, name = load_arrays(source, "images")
         if labels.ndim != 1:
             raise ValueError(f"{name}: labels are of shape {labels.shape}, give one for each image")
-        self._array = _channels_first(images, name)
-        _, channels, height, width = self._array.shape
+        array = _channels_first(images, name)
+        height, width = array.shape[2:]
         if pixels is None and height != width:
             raise ValueError(
                 f"{name}: images are of shape {images.shape}, not square: say to how many pixels to scale them"
             )
-        super().__init__(labels.astype(numpy.int64), channels, int(labels.max()) + 1, pixels or height, seed)
-
-    def _images(self, which: Integers) -> Tensor:
-        images = torch.from_numpy(self._array[which].astype(numpy.float32))
-        if images.shape[2:] != (self.pixels, self.pixels):
-            images = functional.interpolate(
-                images, (self.pixels, self.pixels), mode="bilinear", align_corners=False, antialias=True
-            )
-        return images
-
-    def _statistics(self, which: Integers) -> tuple[Any, Any]:
-        return channel_statistics(self._array, which)
+        super().__init__(array, labels, (pixels or height,) * 2, seed)
 
 
 class Digits(ImageArrays):
@@ -127,7 +78,7 @@ class Digits(ImageArrays):
         super().__init__((digits.images, digits.target), pixels, seed=seed)
 
 
-class ImageFolder(Images):
+class ImageFolder(StandardisedSamples):
     """Images of a folder with a folder for each class, which are decoded on request.
 
     The classes are the folders in sorted order. The images of a class are all files at any depth that have the suffix of an image
@@ -158,10 +109,11 @@ class ImageFolder(Images):
                 )
         self.class_names = list(classes)
         self._files = [file for files in classes.values() for file in files]
+        self._pixels = pixels
         labels = numpy.repeat(numpy.arange(len(classes)), [len(files) for files in classes.values()])
-        super().__init__(labels, 3, len(classes), pixels, seed)
+        super().__init__(labels, 3, len(classes), seed)
 
-    def _images(self, which: Integers) -> Tensor:
+    def _samples(self, which: Integers) -> Tensor:
         decoded = numpy.stack([self._decode(self._files[number]) for number in which])
         return (torch.from_numpy(decoded).float() / 255).movedim(3, 1).contiguous()
 
@@ -175,7 +127,7 @@ class ImageFolder(Images):
             with Image.open(file, formats=FORMATS) as image:
                 upright = ImageOps.exif_transpose(image).convert("RGB")
                 return numpy.asarray(
-                    ImageOps.fit(upright, (self.pixels, self.pixels), Image.Resampling.BILINEAR)
+                    ImageOps.fit(upright, (self._pixels, self._pixels), Image.Resampling.BILINEAR)
                 )
         except Exception as error:  # decoders raise nearly anything for a damaged file
             reason = one_line(str(error)) or type(error).__name__

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_ckpt.app.datasets.tokens import Tokens
-from hvd_ckpt.data.dataset import ConsecutiveSamples, Integers, Purpose, check_samples, generators
+from hvd_ckpt.data.dataset import Integers, NumberedSamples, Purpose, generator
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 
-class _Windows(ConsecutiveSamples):
+class _Windows(NumberedSamples):
     """Windows of a text.
 
     Args:
@@ -30,6 +30,7 @@ class _Windows(ConsecutiveSamples):
         ValueError: the text is shorter than two samples.
     """
 
+    split_at_random = False
     beyond = 0  # tokens of the next window that a sample has as well
 
     def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
@@ -44,9 +45,7 @@ class _Windows(ConsecutiveSamples):
 
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
         """Tokens of samples (samples, length), numbers of their windows, and epochs."""
-        which, epochs = check_samples(indices, epoch, self._count)
-        # The number in the whole text: what is drawn for a sample does not depend on the part that it is in.
-        which = which + self._first
+        which, epochs = self._find(indices, epoch)
         # Windows of length 4 that see 1 token beyond: window 0 has the tokens 0 to 4, window 1 the tokens 4 to 8.
         tokens = self.tokens.array[which[:, None] * self.length + self._within]
         return tokens.astype(numpy.int64), which, epochs
@@ -56,8 +55,8 @@ class _Windows(ConsecutiveSamples):
     ) -> NDArray[numpy.float64]:
         """Uniform random numbers in [0, 1) for each sample, (samples, count)."""
         drawn = numpy.empty((len(which), count))
-        for row, random in zip(drawn, generators(purpose, self._seed, epochs, which)):
-            random.random(out=row)
+        for row, at, sample in zip(drawn, epochs, which):
+            generator(purpose, self._seed, at, sample).random(out=row)
         return drawn
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sysconfig
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from hvd_ckpt.utils import folders
+from hvd_ckpt.utils.plain_data import write_bytes
 from hvd_ckpt.utils.text import one_line
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class Tokens:
         documents: str | None = None,
     ) -> None:
         suffixes = JSON_LINES if documents == "jsonl" else SUFFIXES
-        files = library_files() if text is None else find_text_files(text, suffixes)
+        # By default the modules of the standard library, a text that every machine has.
+        library = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
+        files = sorted(library) if text is None else find_text_files(text, suffixes)
         encoder, known = "bytes", None
         kind: numpy.dtype[Any]
         self.ordinary = BYTES
@@ -104,8 +106,11 @@ class Tokens:
                 if not path.is_file():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if known is None and documents is None:
-                        _check_room(path.parent, (sum(map(_size, files)) + len(files) - 1) * kind.itemsize)
-                    _write(path, kind, self._encode(files, known, documents))
+                        size = sum(file.stat().st_size for file in files) + len(files) - 1  # with separators
+                        _check_room(path.parent, size * kind.itemsize)
+                    arrays = self._encode(files, known, documents)
+                    # Several processes may write it at once.
+                    write_bytes((numpy.ascontiguousarray(array, kind).data for array in arrays), path)
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
             # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
@@ -158,7 +163,8 @@ def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SU
                 what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
                 raise ValueError(f"the text {what.format(source)}")
             return [source]
-        files = [path for path in visible_files(source) if path.suffix.lower() in suffixes and _is_text(path)]
+        named = [path for path in visible_files(source) if path.suffix.lower() in suffixes]
+        files = [path for path in named if path.is_file() and not path.is_symlink() and path.stat().st_size]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
     if not files:
@@ -184,27 +190,14 @@ def visible_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 
-def library_files() -> list[Path]:
-    """The modules of the Python standard library, a text that every machine has."""
-    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-
-
-def _is_text(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
-
-
 def cache_folder() -> Path:
-    return folders.cache_folder()[0] / "tokens"
+    return folders.cache_folder() / "tokens"
 
 
 def key_of(files: Sequence[Path], encoder: str) -> str:
     """The name of a cache file: a hash of the encoder and of paths, sizes and modification times of the text files."""
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -214,21 +207,6 @@ def _check_room(folder: Path, needed: int) -> None:
         raise ValueError(
             f"the tokens of the text take {needed:,} bytes in '{folder}', where {free:,} are free: make room, or give less text"
         )
-
-
-def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]]) -> None:
-    """Writes a file that gets its name when it is complete, so that several processes may write it at once."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
-        try:
-            for array in arrays:
-                file.write(numpy.ascontiguousarray(array, dtype).data)
-            file.flush()
-            # Before the rename: else a power failure could leave a part of the text under this name.
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.data.dataset import (
-    ConsecutiveSamples,
-    Purpose,
-    Source,
-    StandardisedSamples,
-    channel_statistics,
-    check_samples,
-    generators,
-    load_arrays,
-)
+from hvd_ckpt.app.datasets.arrays import ScaledArrays, Source, load_arrays
+from hvd_ckpt.data.dataset import Integers, NumberedSamples, Purpose, generator
 from hvd_ckpt.data.objectives import Batch
 
 NOISE = 0.5  # standard deviation of the noise
@@ -32,7 +26,7 @@ def open_volumes(
     return Ellipsoids(pixels, seed=seed) if source is None else VolumeArrays(source, pixels, seed=seed)
 
 
-class Ellipsoids(ConsecutiveSamples):
+class Ellipsoids(NumberedSamples):
     """Noisy cubes with a bright ellipsoid in each, which are drawn on request and equal in all epochs.
 
     Place, half axes (from a tenth to a third of the side of the cube) and orientation are random. Voxels are 1 inside and 0
@@ -42,6 +36,7 @@ class Ellipsoids(ConsecutiveSamples):
     (samples, pixels, pixels, pixels): 1 inside, 0 outside.
     """
 
+    split_at_random = False
     channels = 1
     classes = 2
 
@@ -53,13 +48,12 @@ class Ellipsoids(ConsecutiveSamples):
         self._places = numpy.stack(numpy.meshgrid(along, along, along, indexing="ij")).reshape(3, -1)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which, epochs = check_samples(indices, epoch, len(self))
+        which, _ = self._find(indices, epoch)
         shape = (len(which), self.pixels, self.pixels, self.pixels)
         volumes = numpy.empty((len(which), self.pixels**3), dtype=numpy.float32)
         labels = numpy.empty(volumes.shape, dtype=numpy.int64)
-        # Epoch 0 in all epochs, so a sample stays the same; its number is that in the whole set, so a split changes nothing.
-        drawn = generators(Purpose.VOLUME, self._seed, numpy.zeros_like(epochs), which + self._first)
-        for volume, label, random in zip(volumes, labels, drawn):
+        for volume, label, sample in zip(volumes, labels, which):
+            random = generator(Purpose.VOLUME, self._seed, sample=sample)  # the same in each epoch
             label[:] = self._inside(random)
             random.standard_normal(out=volume, dtype=numpy.float32)
             volume *= NOISE
@@ -79,7 +73,7 @@ class Ellipsoids(ConsecutiveSamples):
         return numpy.einsum("ij,ij->j", places, places) <= 1
 
 
-class VolumeArrays(StandardisedSamples):
+class VolumeArrays(ScaledArrays):
     """Arrays of volumes and of the classes of their voxels, standardised by the mean and deviation of the training samples.
 
     Batches have the form of those of :class:`Ellipsoids`.
@@ -93,7 +87,7 @@ class VolumeArrays(StandardisedSamples):
         ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.
     """
 
-    channels = 1
+    scaling: ClassVar[Mapping[str, Any]] = {"mode": "trilinear"}
 
     def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
         volumes, labels, name = load_arrays(source, "volumes")
@@ -101,25 +95,12 @@ class VolumeArrays(StandardisedSamples):
             raise ValueError(
                 f"{name}: volumes are of shape {volumes.shape} and labels {labels.shape}, give both as (N, D, H, W)"
             )
-        self.classes = int(labels.max()) + 1
-        self._volumes = volumes
-        self._labels = labels
-        self._shape = tuple(volumes.shape[1:]) if pixels is None else (pixels,) * 3
-        self._seed = seed
-        self._chosen = numpy.arange(len(volumes))
-        self._standardise_by(self._chosen)
+        shape = volumes.shape[1:] if pixels is None else (pixels,) * 3
+        super().__init__(volumes[:, None], labels, shape, seed)
 
-    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which = self._chosen[check_samples(indices, epoch, len(self))[0]]
-        volumes = torch.from_numpy(self._volumes[which].astype(numpy.float32)).unsqueeze(1)
-        labels = torch.from_numpy(self._labels[which].astype(numpy.int64))
-        if volumes.shape[2:] != self._shape:
-            volumes = functional.interpolate(volumes, self._shape, mode="trilinear", align_corners=False)
-            labels = functional.interpolate(labels[:, None].float(), self._shape, mode="nearest-exact")[
-                :, 0
-            ].long()
-        return Batch(((volumes - self._mean) / self._deviation,), labels)
-
-    def _standardise_by(self, which: NDArray[numpy.int64]) -> None:
-        mean, deviation = channel_statistics(self._volumes[:, None], which)
-        self._mean, self._deviation = float(mean[0]), float(deviation[0])
+    def _targets(self, which: Integers) -> Tensor:
+        labels = super()._targets(which)
+        if labels.shape[1:] != self._shape:
+            scaled = functional.interpolate(labels[:, None].float(), self._shape, mode="nearest-exact")
+            labels = scaled[:, 0].long()
+        return labels

@@ -1,5 +1,5 @@
 """Installation: the build of Horovod for the installed PyTorch, its prerequisites, and optional packages.
 
-The modules here only need the standard library, click, and ``extras`` and ``folders`` of :mod:`hvd_ckpt.utils`, since ``main.sh``
-and the Docker image run them before the rest of this package works.
+The modules here only need the standard library, click, psutil, and those of :mod:`hvd_ckpt.utils` that the Dockerfile names, since
+``main.sh`` and the Docker image run them before the rest of this package works.
 """

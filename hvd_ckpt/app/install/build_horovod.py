@@ -163,11 +163,6 @@ def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
         return wheel if wheel is not None else _build_now(target, cache, sdist)
 
 
-def log_of(cache: Path, target: Target) -> Path:
-    """The log of the build of a target."""
-    return cache / "logs" / f"{target.key}.log"
-
-
 def _cause(log: Path) -> str:
     """The line of a log with the cause of a failure; without an error in the log, the last line before those of pip."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -184,7 +179,7 @@ def missing_prerequisites() -> list[str]:
 def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
     if missing := missing_prerequisites():
         raise BuildError("\n  ".join(["Horovod cannot be built here; what is missing:", *missing]))
-    log = log_of(cache, target)
+    log = cache / "logs" / f"{target.key}.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
     print(
@@ -249,17 +244,6 @@ def install(wheel: Path, log: Path) -> None:
         )
 
 
-def failure_of_last_build(cache: Path, target: Target) -> str | None:
-    """The first error line and the log of a failed build, if there is no wheel; None if no build has failed."""
-    log = log_of(cache, target)
-    if cached_wheel(cache, target.key) is not None or not log.is_file():
-        return None
-    lines = log.read_text(errors="replace").splitlines()
-    if not first_error(lines) and not any("subprocess-exited-with-error" in line for line in lines):
-        return None  # the build is still running or was interrupted
-    return f"{_cause(log)} (log: {log})"
-
-
 @click.command()
 @click.option(
     "--cache",
@@ -288,9 +272,7 @@ def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, prin
             print(target.key)
             return
         if cache is None:
-            cache, note = cache_folder()
-            if note:
-                print(note, file=sys.stderr)
+            cache = cache_folder()
         cache = cache.expanduser().resolve()
         wheel = build(target, cache, sdist)
         if no_install:

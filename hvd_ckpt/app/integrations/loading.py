@@ -29,6 +29,8 @@ class SeededLoader:
         seed = torch.initial_seed() if self._order is None else self._order.initial_seed()
         self._seed: int = of_first_process(seed, "hvd_ckpt.loader")
         self._place, self._ended = (0, 0), False  # epoch, and the passes in it that have ended
+        self._batches = self._passed_over = 0
+        self._drawn = self._order_state()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -40,7 +42,13 @@ class SeededLoader:
         # Begins with the first batch: a resumed run asks for an iterator before samplers know the epoch.
         yield from self._begin()
 
+    def _order_state(self) -> torch.Tensor | None:
+        return None if self._order is None else self._order.get_state()
+
     def _begin(self) -> Iterator[Any]:
+        # Passed over once: the next epoch starts at its beginning.
+        self._batches, self._passed_over = self._passed_over, 0
+        self._drawn = self._order_state()
         epoch = self._epoch()
         if epoch != self._place[0]:
             self._place = (epoch, 0)
@@ -55,17 +63,23 @@ class SeededLoader:
         digest = hashlib.sha256(key.encode()).digest()
         self._loader.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         try:
-            return self._counted(iter(self._loader))  # which draws the seed of its workers
+            batches = self._counted(iter(self._loader))  # which draws the seed of its workers
         finally:
             self._loader.generator = self._order
+        for _ in range(self._batches):
+            next(batches)
+        return batches
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
+        skipped = self._batches
+        for number, batch in enumerate(batches, start=1):
+            self._batches = max(number, skipped)
+            yield batch
         self._ended = True
 
 
 class ResumableLoader(SeededLoader):
-    """A loader of numbered samples that counts the batches of an epoch, and begins behind as many after a resume.
+    """A loader of numbered samples that begins, after a resume, behind the batches of an epoch that it has returned.
 
     Batches that are skipped are loaded, so that random augmentation continues as in an undisturbed run.
 
@@ -78,27 +92,6 @@ class ResumableLoader(SeededLoader):
     ) -> None:
         super().__init__(loader, epoch)
         self._is_last = is_last
-        self._batches = self._passed_over = 0
-        self._drawn = self._order_state()
-
-    def _order_state(self) -> torch.Tensor | None:
-        return None if self._order is None else self._order.get_state()
-
-    def _begin(self) -> Iterator[Any]:
-        # Passed over once: the next epoch starts at its beginning.
-        self._batches, self._passed_over = self._passed_over, 0
-        self._drawn = self._order_state()
-        batches = super()._begin()
-        for _ in range(self._batches):
-            next(batches)
-        return batches
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        skipped = self._batches
-        for number, batch in enumerate(batches, start=1):
-            self._batches = max(number, skipped)
-            yield batch
-        self._ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, and the number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""

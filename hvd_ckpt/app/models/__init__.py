@@ -6,8 +6,8 @@ mask, the model is a :class:`~hvd_ckpt.parallel.pipeline.chain.Chain`, which giv
 
     densenet, resnet, vnet, lstm, gpt
                      models written here, from their papers
-    bert, xlnet, gpt2
-                     models of ``transformers`` as chains; bert includes RoBERTa
+    transformer, xlnet
+                     models of ``transformers`` as chains: BERT, RoBERTa and GPT-2; XLNet
     hugging_face     models of ``transformers`` from a local folder
     catalog          names for the commands, with the kind of data, the builder, the options and the sizes of each model
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -68,6 +68,13 @@ class Entry:
             if name not in parameters:
                 raise ValueError(unknown(f"option of {self.name}", name, parameters))
 
+    def check_arguments(self, given: Collection[str]) -> None:
+        """Raises ValueError for a parameter without a default of which there is no argument among those given."""
+        for name, parameter in self._parameters().items():
+            variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and name not in given and not variable:
+                raise ValueError(f"{self.name} needs {name}: give it as an option of the model")
+
     def build(self, facts: Mapping[str, int], options: Mapping[str, Any] | None = None) -> nn.Module:
         """Builds the model in training mode, with weights from torch's global random state or from its folder.
 
@@ -87,6 +94,7 @@ class Entry:
         self.check_options(options)
         parameters = self._parameters()
         taken = {name: value for name, value in facts.items() if name in parameters}
+        self.check_arguments({*taken, *self.preset, *options})
         try:
             made = self._builder()(*self.arguments, **{**taken, **self.preset, **options})
         except ValidationError as error:
@@ -276,10 +284,10 @@ def _entries() -> dict[str, Entry]:
     entries = [
         Entry(f"{family}-{size}", kind, function, preset=options, data={"length": length})
         for family, kind, function, sizes in (
-            ("bert", "masked", "bert.bert", _ENCODERS),
-            ("roberta", "masked", "bert.roberta", _ENCODERS),
+            ("bert", "masked", "transformer.bert", _ENCODERS),
+            ("roberta", "masked", "transformer.roberta", _ENCODERS),
             ("xlnet", "permutation", "xlnet.xlnet", _ENCODERS),
-            ("gpt2", "causal", "gpt2.gpt2", _GPT2),
+            ("gpt2", "causal", "transformer.gpt2", _GPT2),
             ("gpt", "causal", "gpt.gpt", _GPT),
             ("lstm", "causal", "lstm.lstm_language_model", _LSTM),
         )

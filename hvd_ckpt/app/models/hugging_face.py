@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # The class in transformers with a language-model head, the module and class of its chain, and its objective.
 MODEL_TYPES = {
-    "bert": ("BertForMaskedLM", "bert", "BertChain", "masked"),
-    "roberta": ("RobertaForMaskedLM", "bert", "BertChain", "masked"),
+    "bert": ("BertForMaskedLM", "transformer", "TransformerChain", "masked"),
+    "roberta": ("RobertaForMaskedLM", "transformer", "TransformerChain", "masked"),
     "xlnet": ("XLNetLMHeadModel", "xlnet", "XLNetChain", "permutation"),
-    "gpt2": ("GPT2LMHeadModel", "gpt2", "GPT2Chain", "causal"),
+    "gpt2": ("GPT2LMHeadModel", "transformer", "TransformerChain", "causal"),
 }
 MOST, MOST_LAYERS = 1 << 24, 1 << 12  # of sizes: a few digits could require more than a machine has
 CONFIG, WEIGHTS, PARTS = "config.json", "model.safetensors", "model.safetensors.index.json"

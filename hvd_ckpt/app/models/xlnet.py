@@ -158,7 +158,7 @@ def xlnet(
 ) -> XLNetChain:
     """A randomly initialized XLNet, small by default. XLNet-base has ``width=768, heads=12, layers=12``. Sequences have any length.
 
-    Options are those of :mod:`hvd_ckpt.app.models.bert`.
+    Options are those of :mod:`hvd_ckpt.app.models.transformer`.
 
     Raises:
         ValueError: the sizes are invalid for a transformer.

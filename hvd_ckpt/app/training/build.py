@@ -203,28 +203,26 @@ def first_step(config: Config, device: torch.device) -> tuple[nn.Module, Callabl
         ConfigError: as of :func:`assemble`, or the function returns something else, or ``freeze`` or
             ``batch_norm`` do not fit the model.
     """
-    named = is_named(config.model) and config.data is None
-    model, sample = (_returned if named else _assembled)(config, device)
+    if is_named(config.model) and config.data is None:
+        model, sample = _returned(config, device)
+    else:
+        whole, objective, train, _ = assemble(config, device)
+
+        def of_run(count: int) -> Sample:
+            return sample_of(train, [number % len(train) for number in range(count)], objective, device)
+
+        model, sample = whole.to(device), of_run
     with config_errors():
         if config.freeze is not None:
             freeze(model, config.freeze)
         return convert_batch_norms(model, config), sample
 
 
-def _assembled(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
-    parts = assemble(config, device)
-
-    def sample(count: int) -> Sample:
-        numbers = [number % len(parts.train) for number in range(count)]
-        return sample_of(parts.train, numbers, parts.objective, device)
-
-    return parts.model.to(device), sample
-
-
 def _returned(config: Config, device: torch.device) -> tuple[nn.Module, Callable[[int], Sample]]:
     with config_errors():
         entry = catalog.find(config.model)
         entry.check_options(config.model_options)
+        entry.check_arguments({"batch", *config.model_options})
 
     def call(count: int) -> tuple[nn.Module, Sample]:
         torch.manual_seed(config.seed)
@@ -265,17 +263,17 @@ def check_functions(config: Config, parts: Assembly) -> None:
                 output = model(*batch.inputs, **batch.shared)
             with _explained(f"loss {config.loss}: it cannot take the model's output and the targets"):
                 loss = objective.loss(output, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
-                )
             with _explained("metrics: they cannot take the model's output and the targets"):
                 metrics = objective.metrics(output, batch)
-            for name, value in metrics.items():
+            returned = {
+                f"loss {config.loss}: it": loss,
+                **{f"metrics: {name}": each for name, each in metrics.items()},
+            }
+            for what, value in returned.items():
                 if not isinstance(value, Tensor) or value.numel() != 1:
+                    said = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
                     raise ValueError(
-                        f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"
+                        f"{what} returned {said}, and must return a tensor of one element, the mean over the samples"
                     )
         finally:
             model.train()

@@ -1,6 +1,6 @@
 """Training configuration: one schema for Python, YAML files and the command line.
 
-Each field has a description, from which flags and their help are made. Values are validated when the configuration is created,
+Each field has a docstring, which is the help of its flag. Values are validated when the configuration is created,
 before anything is built.
 """
 
@@ -33,16 +33,16 @@ from hvd_ckpt.app.training.field_types import (
     WithOptions,
     one_of,
 )
-from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, read_bytes, write_text
 from hvd_ckpt.utils.schema import Strict, Wrong, first_error
-from hvd_ckpt.utils.text import CHECKPOINTS, PRECISIONS, SCHEDULES, STAGES, one_line, unknown
+from hvd_ckpt.utils.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
+BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
 GROUPS = {  # the title of each group of settings, by its first one
     "model": "Model and data",
     "steps": "Training",
@@ -116,7 +116,7 @@ def instead_of(name: str) -> str | None:
         for kind in with_options
         if kind in (field.annotation, *get_args(field.annotation)) and name in kind.model_fields
     ]
-    known = [RENAMED[name]] if name in RENAMED else [f"data {name}:PATH"] if name in DATA[:-1] else of_options
+    known = [RENAMED[name]] if name in RENAMED else [f"data {name}:PATH"] if name in DATA else of_options
     return f"did you mean {' or '.join(map(repr, known))}?" if known else None
 
 
@@ -127,172 +127,134 @@ class Config(Strict):
         ConfigError: a value is not allowed. The message names the setting, the value and the allowed values.
     """
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), use_attribute_docstrings=True)
 
-    model: Text = Field(
-        description="A name of the catalogue, a folder of a Hugging Face model, or module:function."
-    )
-    model_options: Options = Field({}, description="Options of the model, such as layers=2.")
+    model: Text
+    """A name of the catalogue, a folder of a Hugging Face model, or module:function."""
+    model_options: Options = Field({})
+    """Options of the model, such as layers=2."""
 
-    data: Data | None = Field(
-        None,
-        description="What to train on: text:PATH, lines:FILE or jsonl:FILE (documents), tokens:PATH[,vocabulary=N][,type=T], "
-        "images:PATH, volumes:FILE, or module:function.  [default: by model]",
-    )
-    tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
-    sequence_length: int | None = Field(
-        None,
-        ge=8,
-        le=MOST,
-        description="Tokens in a sample, and the longest input of a new model.  [default: by model]",
-    )
-    pixels: int | None = Field(
-        None, ge=4, le=MOST, description="Side of an image or volume.  [default: by model]"
-    )
-    loss: Text | None = Field(
-        None, description="module:function of output and targets.  [default: by kind of data]"
-    )
-    metrics: Options = Field({}, description="Further metrics, such as iou=my_module:iou.")
-    validation_split: float = Field(0.05, ge=0, le=0.9, description="Share of the samples to evaluate on.")
+    data: Data | None = None
+    """What to train on: text:PATH, lines:FILE or jsonl:FILE (documents), tokens:PATH[,vocabulary=N,type=T], images:PATH,
+    volumes:FILE, or module:function.  [default: by model]"""
+    tokenizer: Text | None = None
+    """JSON file of a tokenizer.  [default: bytes]"""
+    sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
+    """Tokens in a sample, and the longest input of a new model.  [default: by model]"""
+    pixels: Annotated[int, Field(ge=4, le=MOST)] | None = None
+    """Side of an image or volume.  [default: by model]"""
+    loss: Text | None = None
+    """module:function of output and targets.  [default: by kind of data]"""
+    metrics: Options = Field({})
+    """Further metrics, such as iou=my_module:iou."""
+    validation_split: float = Field(0.05, ge=0, le=0.9)
+    """Share of the samples to evaluate on."""
 
-    steps: Count | None = Field(None, description="Optimizer steps to take.  [default: 100]")
-    epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
-    batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank, or of each replica, in a step.")
-    accumulate: Count = Field(1, description="Micro-batches that a batch is split into.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, order of samples, masks and dropout.")
-    optimizer: Text = Field("adamw", description="A class of torch.optim in lower case.")
-    optimizer_options: Options = Field(
-        {}, description="Further arguments of the optimizer, such as betas=[0.9,0.95]."
-    )
-    lr: Positive = Field(3e-4, description="Learning rate after the warm-up.")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Weight decay of weights, but not of biases and norms."
-    )
-    schedule: Annotated[str, one_of("schedule", *SCHEDULES)] = Field(
-        "linear", description=f"Decay: {', '.join(SCHEDULES)}."
-    )
-    warmup: int = Field(0, ge=0, lt=2**63, description="Steps in which the learning rate rises.")
-    layer_decay: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Learning rate of a block divided by that of the next block, such as 0.9.",
-    )
-    freeze: Text | None = Field(
-        None, description="Names of parameters that are not trained, such as 'embedding*,*.bias'."
-    )
-    clip: Positive | None = Field(None, description="Largest norm of all gradients together.")
-    ema: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Decay, such as 0.999, of an exponential moving average of the weights.  [default: no average]",
-    )
-    precision: Annotated[str, one_of("precision", *PRECISIONS)] = Field(
-        "fp32", description=f"{', '.join(PRECISIONS)}."
-    )
-    deterministic: bool = Field(
-        False,
-        description="Use kernels that repeat bit for bit on GPUs; an operation without one is an error.",
-    )
+    steps: Count | None = None
+    """Optimizer steps to take.  [default: 100]"""
+    epochs: Count | None = None
+    """Passes over the samples, instead of steps."""
+    batch: int = Field(8, ge=1, le=MOST)
+    """Samples of each rank, or of each replica, in a step."""
+    accumulate: Count = 1
+    """Micro-batches that a batch is split into."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of weights, order of samples, masks and dropout."""
+    optimizer: Text = "adamw"
+    """A class of torch.optim in lower case."""
+    optimizer_options: Options = Field({})
+    """Further arguments of the optimizer, such as betas=[0.9,0.95]."""
+    lr: Positive = 3e-4
+    """Learning rate after the warm-up."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Weight decay of weights, but not of biases and norms."""
+    schedule: Annotated[str, one_of("schedule", *SCHEDULES)] = "linear"
+    """Decay: constant, linear, cosine, inverse-sqrt, step."""
+    warmup: int = Field(0, ge=0, lt=2**63)
+    """Steps in which the learning rate rises."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Learning rate of a block divided by that of the next block, such as 0.9."""
+    freeze: Text | None = None
+    """Names of parameters that are not trained, such as 'embedding*,*.bias'."""
+    clip: Positive | None = None
+    """Largest norm of all gradients together."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay, such as 0.999, of an exponential moving average of the weights.  [default: no average]"""
+    precision: Annotated[str, one_of("precision", *PRECISIONS)] = "fp32"
+    """fp32, fp16, bf16, apex-O0, apex-O1, apex-O2, apex-O3."""
+    deterministic: bool = False
+    """Use kernels that repeat bit for bit on GPUs; an operation without one is an error."""
 
-    budget: Planned | None = Field(
-        None,
-        description="Memory limit of a plan for the step of a micro-batch (with stages: for all of a stage): 6GiB, 0.3x, 80%, min. "
-        "cache=FOLDER uses plans again, chunk_head=false never computes a head in chunks.",
-    )
-    plan: Text | None = Field(None, description="Plan file to use instead of making one.")
-    segments: Segments | None = Field(
-        None,
-        description="Recompute the chain of blocks in this number of segments; reentrant=true by PyTorch's variant.",
-    )
-    verify: Verify = Field(
-        Verify(),
-        description="passes whose recomputed bits are compared (first, always, never, n for every n-th); weights=false: "
-        "do not compare a part of the ranks' weights in every step; every=N: compare all weights every N steps.  [default: first]",
-    )
-    checkpoint: Annotated[str, one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
-        "always",
-        description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}; in stages also auto.",
-    )
-    batch_norm: Annotated[
-        str, one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
-    ] = Field(
-        "local",
-        description="Statistics of batch norms: local, deferred, deferred-ranks, synchronized.",
-    )
-    compression: Annotated[str, one_of("compression", "none", "fp16")] = Field(
-        "none", description="Communication dtype of gradients: none, fp16."
-    )
-    bucket_cap_mb: Positive = Field(25.0, description="Size of a gradient bucket in MiB.")
+    budget: Planned | None = None
+    """Memory limit of a plan for the step of a micro-batch (with stages: for all of a stage): 6GiB, 0.3x, 80%, min. cache=FOLDER
+    uses plans again, chunk_head=false never computes a head in chunks."""
+    plan: Text | None = None
+    """Plan file to use instead of making one."""
+    segments: Segments | None = None
+    """Recompute the chain of blocks in this number of segments; reentrant=true by PyTorch's variant."""
+    verify: Verify = Verify()
+    """Passes whose recomputed bits are compared (first, always, never, n for every n-th); weights=false: do not compare a part of
+    the ranks' weights in every step; every=N: compare all weights every N steps.  [default: first]"""
+    checkpoint: Annotated[str, one_of("checkpoint mode", *CHECKPOINTS, "auto")] = "always"
+    """Micro-batches that are recomputed: always, except_last, never; in stages also auto."""
+    batch_norm: Annotated[str, one_of("batch norm", *BATCH_NORMS)] = "local"
+    """Statistics of batch norms: local, deferred, deferred-ranks, synchronized."""
+    compression: Annotated[str, one_of("compression", "none", "fp16")] = "none"
+    """Communication dtype of gradients: none, fp16."""
+    bucket_cap_mb: Positive = 25.0
+    """Size of a gradient bucket in MiB."""
 
-    replicas: Count | None = Field(
-        None,
-        description="Logical replicas, a power of two: any power of two of ranks up to it gives the same bits.",
-    )
-    shard: Sharded = Field(
-        Sharded(),
-        description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO). wire (communication format: fp32, "
-        "fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host "
-        "memory on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each "
-        "rank and send them once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep "
-        "a second copy of the parameters).  [default: none]",
-    )
-
-    local: Local | None = Field(
-        None,
-        description="Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum "
-        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication format "
-        "of averages), within (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  "
-        "[default: no local SGD]",
-    )
-
-    pipeline: Stages = Field(
-        Stages(),
-        description="Pipeline stages: consecutive blocks of the model on different ranks; "
-        f"schedule ({', '.join(PIPELINE_SCHEDULES)}), virtual_stages, balance=[3,4].  [default: 1]",
-    )
-    tensor: Count = Field(1, description="Parts of each layer, on different ranks (tensor parallelism).")
-    eval_every: Count | None = Field(
-        None, description="Steps between evaluations.  [default: at the end only]"
-    )
-    eval_batches: Count | None = Field(
-        None, description="Batches of each rank in an evaluation.  [default: all validation samples]"
-    )
-    patience: Count | None = Field(
-        None, description="End after this number of evaluations without a lower loss."
-    )
-    log_every: Count = Field(10, description="Steps between log entries.")
-    tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
-    callback: Text | None = Field(
-        None, description="module:class of your own with methods for events of the run."
-    )
-    profile: Steps | None = Field(None, description="First and last step of a trace, such as 10:15.")
-    snapshot_every: Count | None = Field(
-        None, description="Steps between snapshots.  [default: at the end only]"
-    )
-    keep_snapshots: Count = Field(2, description="Number of newest snapshots to keep.")
-    blocking_snapshots: bool = Field(
-        False, description="Wait while a snapshot is written; saves rank 0 a copy of the state."
-    )
-    on_nan: Annotated[str, one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
-        "stop", description="When a rank's loss is nan or infinite: stop, skip, ignore."
-    )
-    stall_timeout: Positive = Field(
-        1800.0, description="Seconds that a rank waits for the others before it ends."
-    )
-    commit_every: Count = Field(
-        10, description="Steps between commits in an elastic job; with local, each average is a commit."
-    )
-    output: Text | None = Field(None, description="Folder of the run.  [default: a new one in runs/]")
-    dry_run: bool = Field(False, description="Print a summary of the run, and end.")
-    resume: Text | None = Field(
-        None,
-        description="Folder of a run or snapshot to resume from; the folder of a run is then also the output.",
-    )
-    device: Text | None = Field(
-        None, description="cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
-    )
+    replicas: Count | None = None
+    """Logical replicas, a power of two: any power of two of ranks up to it gives the same bits."""
+    shard: Sharded = Sharded()
+    """State that is split over the ranks: none, optimizer, gradients, parameters; or 0 to 3 (ZeRO). wire (communication format:
+    fp32, fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host memory
+    on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each rank and send them
+    once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep a second copy of the
+    parameters).  [default: none]"""
+    local: Local | None = None
+    """Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum (DiLoCo), fragments
+    (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication format of averages), within
+    (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  [default: no local SGD]"""
+    pipeline: Stages = Stages()
+    """Pipeline stages: consecutive blocks of the model on different ranks; schedule (gpipe, 1f1b, interleaved),
+    virtual_stages, balance=[3,4].  [default: 1]"""
+    tensor: Count = 1
+    """Parts of each layer, on different ranks (tensor parallelism)."""
+    eval_every: Count | None = None
+    """Steps between evaluations.  [default: at the end only]"""
+    eval_batches: Count | None = None
+    """Batches of each rank in an evaluation.  [default: all validation samples]"""
+    patience: Count | None = None
+    """End after this number of evaluations without a lower loss."""
+    log_every: Count = 10
+    """Steps between log entries."""
+    tensorboard: bool = False
+    """Also write logs for TensorBoard."""
+    callback: Text | None = None
+    """module:class of your own with methods for events of the run."""
+    profile: Steps | None = None
+    """First and last step of a trace, such as 10:15."""
+    snapshot_every: Count | None = None
+    """Steps between snapshots.  [default: at the end only]"""
+    keep_snapshots: Count = 2
+    """Number of newest snapshots to keep."""
+    blocking_snapshots: bool = False
+    """Wait while a snapshot is written; saves rank 0 a copy of the state."""
+    on_nan: Annotated[str, one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = "stop"
+    """When a rank's loss is nan or infinite: stop, skip, ignore."""
+    stall_timeout: Positive = 1800.0
+    """Seconds that a rank waits for the others before it ends."""
+    commit_every: Count = 10
+    """Steps between commits in an elastic job; with local, each average is a commit."""
+    output: Text | None = None
+    """Folder of the run.  [default: a new one in runs/]"""
+    dry_run: bool = False
+    """Print a summary of the run, and end."""
+    resume: Text | None = None
+    """Folder of a run or snapshot to resume from; the folder of a run is then also the output."""
+    device: Text | None = None
+    """cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"""
 
     def __init__(self, model: str | None = None, /, **settings: Any) -> None:
         if model is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import horovod.torch as hvd
 from horovod.common.elastic import run_fn
@@ -29,47 +30,11 @@ from hvd_ckpt.processes import runtime
 from hvd_ckpt.snapshots.reader import HeldSnapshot
 
 
-class RunState(TorchState):  # type: ignore[misc]
-    """State that outlasts a change of ranks.
-
-    Attributes:
-        point: where the run resumes; None until its folder is decided.
-        stop: a request to stop that this rank had received when ranks changed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(point=None)
-        self.point: ResumePoint | None
-        self.stop: str | None = None
-        self._trainer: Trainer | None = None
-
-    def start(self, point: ResumePoint) -> None:
-        """Decides where the run starts."""
-        self.point = point
-        super().save()
-
-    def follow(self, trainer: Trainer) -> None:
-        """Takes commits from this trainer from now on, the first one at once unless a commit exists."""
-        self._trainer = trainer
-        trainer.snapshots.stop.reason = self.stop
-        # A change of the ranks before the first commit would find no state to go back to.
-        if self.point is None or not isinstance(self.point.snapshot, HeldSnapshot):
-            self.save()
-
-    def save(self) -> None:
-        """Takes a commit: a copy of the trainer's state on the CPU."""
-        assert self._trainer is not None
-        state, step = self._trainer.state(), self._trainer.progress.step
-        per_rank = {"optimizer": state.per_rank["optimizer"]}
-        commit = HeldSnapshot.of(step, dataclasses.replace(state, per_rank=per_rank))
-        self.start(ResumePoint(self._trainer.folder, commit))
-
-    def reset(self) -> None:
-        """Releases the trainer."""
-        # The trainer is made anew on the ranks that are left; a request to stop must outlast it.
-        if self._trainer is not None:
-            self.stop = self._trainer.snapshots.stop.reason
-        self._trainer = None
+def committed(trainer: Trainer) -> ResumePoint:
+    """A commit: where the run resumes, with a copy of its state on the CPU. Collective."""
+    state = trainer.state()
+    state = dataclasses.replace(state, per_rank={"optimizer": state.per_rank["optimizer"]})
+    return ResumePoint(trainer.folder, HeldSnapshot.of(trainer.progress.step, state))
 
 
 def train(config: Config) -> Outcome:
@@ -81,36 +46,45 @@ def train(config: Config) -> Outcome:
         ConfigError: raised on every rank.
         RuntimeError: Horovod could not start again.
     """
+
+    def restart() -> None:
+        hvd.shutdown()
+        runtime.init(stall_timeout=config.stall_timeout)
+
     # What Horovod does around _train(), on old and new ranks:
     #
     #     before each call                              state.sync(): all ranks get the state of rank 0, unless ranks only left
     #     a collective fails, since a rank has died     state.restore(): back to the last commit; then the next line
-    #     hosts were added or removed, at a commit      _restart() and state.reset(); then the first line again
-    return run_fn(_train, lambda: _restart(config))(RunState(), config)
+    #     hosts were added or removed, at a commit      restart(); then the first line again
+    state = TorchState(point=None)  # of the last commit
+    state.stop = None  # a request to stop that this rank had received when ranks changed
+    return run_fn(_train, restart)(state, config)
 
 
-def _restart(config: Config) -> None:
-    hvd.shutdown()
-    runtime.init(stall_timeout=config.stall_timeout)
-
-
-def _train(state: RunState, config: Config) -> Outcome:
+def _train(state: Any, config: Config) -> Outcome:
     # The hooks and parameters of the trainer before refer to each other, so only the collector frees them.
     gc.collect()
     assembly = assemble_in_turn(config)
     if state.point is None:
-        state.start(find_resume_point(config))
-    assert state.point is not None
-    resumes = isinstance(state.point.snapshot, HeldSnapshot)
+        state.point = find_resume_point(config)
+        state.save()
     trainer = Trainer(config, *assembly, point=state.point)
-    state.follow(trainer)
-    if resumes and hvd.rank() == 0:
-        rate = f"learning rate x {trainer.schedule.lr / config.lr:.6g}"
-        print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
+    trainer.snapshots.stop.reason = state.stop
+    if isinstance(state.point.snapshot, HeldSnapshot):
+        if hvd.rank() == 0:
+            rate = f"learning rate x {trainer.schedule.lr / config.lr:.6g}"
+            print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
+    else:  # a change of the ranks before the first commit would find no state to go back to
+        state.point = committed(trainer)
+        state.save()
 
     def commit() -> None:
         is_due = trainer.progress.step % config.commit_every == 0
         if trainer.optimizer.in_sync if config.local is not None else is_due:
+            state.point = committed(trainer)
             state.commit()
 
-    return trainer.run(commit)
+    try:
+        return trainer.run(commit)
+    finally:
+        state.stop = trainer.snapshots.stop.reason

@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import horovod.torch as hvd
-from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.collectives.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.processes.stopping import StopRequest
-from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
+from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.utils.extras import explain_import_error
@@ -55,27 +54,6 @@ def errors_everywhere(name: str) -> Iterator[None]:
     """
     with config_errors(), errors_on_all(name):
         yield
-
-
-def check_weights(model: nn.Module) -> None:
-    """Compares the weights of the ranks, on each pipeline stage its own. Collective.
-
-    Raises:
-        WeightsDiffer: some differ; on every rank of every stage.
-    """
-    # Each stage has a world of its own, in which its ranks compare; the other stages hear of it afterwards.
-    if current().model_parallel_size == 1:
-        check_equal_weights(model)
-        return
-    difference = None
-    try:
-        check_equal_weights(model)
-    except WeightsDiffer as error:
-        where = f"pipeline stage {current().stage}" if current().stages > 1 else f"part {current().part}"
-        difference = f"{where}: {error}"
-    for text in of_all_processes(difference, "hvd_ckpt.train.weights"):
-        if text is not None:
-            raise WeightsDiffer(text)
 
 
 class Reports:

@@ -67,10 +67,6 @@ def _groups(value: Any) -> Any:
     raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
 
 
-def _by_name(given: Any) -> Any:
-    return {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else given
-
-
 def is_text(annotation: Any) -> bool:
     """Whether a text of a field of this type is its value as it is, and not to be parsed."""
     whole = isinstance(annotation, type) and issubclass(annotation, str | WithOptions)
@@ -83,8 +79,10 @@ class WithOptions(Strict):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: Any) -> Any:
-        if isinstance(given, (cls, Mapping)):
-            return _by_name(given)
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            return {str(name): value for name, value in given.items()}
         if not isinstance(given, str):
             return {next(iter(cls.model_fields)): given}
         values: dict[str, Any] = {}
@@ -93,9 +91,9 @@ class WithOptions(Strict):
         _text(given)
         for part in re.split(r",(?=\s*\w+=)", given):  # not within [3,4]
             name, equals, text = part.partition("=")
-            if not equals and not values:
+            if not values and (not equals or ":" in name):  # of KIND:PATH, a path may have any characters
                 name, text = next(iter(cls.model_fields)), part
-            if name.strip() not in cls.model_fields or not (equals or not values):
+            if name.strip() not in cls.model_fields:
                 raise ValueError(unknown("option", name.strip(), [*cls.model_fields]))
             annotation = cls.model_fields[name.strip()].annotation
             values[name.strip()] = text if is_text(annotation) else parsed(text)
@@ -119,7 +117,7 @@ class WithOptions(Strict):
         return ",".join(text if name == first else f"{name}={text}" for name, text in texts.items())
 
 
-DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes", "function")
+DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes")
 Text = Annotated[str, AfterValidator(_text)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
@@ -133,45 +131,41 @@ Wire = Annotated[str, one_of("communication format", "fp32", "fp16", "bf16", "in
 
 
 class Data(WithOptions):
-    """What to train on: ``KIND:PATH``, or a function ``module:function`` of the user.
+    """What to train on.
 
     Attributes:
-        kind: ``text``, ``lines`` (a document on each line of a text), ``jsonl`` (as a JSON object), ``tokens``, ``images``,
-            ``volumes``, or ``function``.
-        path: file or folder, or the name of the function.
+        source: ``KIND:PATH`` of a file or folder, or a function ``module:function`` of the user.
         vocabulary: number of token ids.
         type: of the ids in .bin files.
     """
 
-    kind: Annotated[str, one_of("kind of data", *DATA)]
-    path: Text
+    source: Text
     vocabulary: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
     type: Annotated[str, one_of("type of token ids", *TOKEN_TYPES)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return _by_name(given)
-        _text(given)
-        text, *options = re.split(r",(?=(?:vocabulary|type)=)", given)
-        kind, _, path = text.partition(":")
-        if kind not in DATA:
-            if not path or "/" in kind:
-                raise ValueError(
-                    f"'{given}': give KIND:PATH, where KIND is one of {', '.join(DATA[:-1])}, or module:function"
-                )
-            kind, path = DATA[-1], text
-        return {"kind": kind, "path": path} | {
-            name: parsed(value) for name, _, value in (o.partition("=") for o in options)
-        }
-
     @model_validator(mode="after")
     def _check(self) -> Data:
+        before, _, path = self.source.partition(":")
+        if not path.strip() or (self.is_function and "/" in before):
+            raise ValueError(
+                f"'{self.source}': give KIND:PATH, where KIND is one of {', '.join(DATA)}, or module:function"
+            )
         for name in ("vocabulary", "type"):
             if self.kind != "tokens" and getattr(self, name) is not None:
                 raise ValueError(f"{name} {getattr(self, name)}: it is of token ids, give tokens:PATH")
         return self
+
+    @property
+    def kind(self) -> str:
+        """``text``, ``lines`` (a document on each line of a text), ``jsonl`` (as a JSON object), ``tokens``, ``images``,
+        ``volumes``, or ``function``."""
+        kind = self.source.partition(":")[0]
+        return kind if kind in DATA else "function"
+
+    @property
+    def path(self) -> str:
+        """The file or folder, or the name of the function."""
+        return self.source if self.is_function else self.source.partition(":")[2]
 
     @property
     def is_text(self) -> bool:
@@ -181,13 +175,7 @@ class Data(WithOptions):
     @property
     def is_function(self) -> bool:
         """Whether a function of the user gives them."""
-        return self.kind == DATA[-1]
-
-    @model_serializer
-    def __str__(self) -> str:
-        path = self.path if self.is_function else f"{self.kind}:{self.path}"
-        options = {"vocabulary": self.vocabulary, "type": self.type}
-        return path + "".join(f",{name}={value}" for name, value in options.items() if value is not None)
+        return self.kind == "function"
 
 
 class Local(WithOptions):

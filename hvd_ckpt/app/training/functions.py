@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
-import numpy
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from hvd_ckpt.app.models.catalog import FACTS
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.logs import KEYS
-from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
+from hvd_ckpt.data.dataset import Dataset, NumberedSamples
 from hvd_ckpt.data.objectives import OBJECTIVES, Batch, Objective
 from hvd_ckpt.utils.named import import_named
 
 
-class Samples:
+class Samples(NumberedSamples):
     """A map-style ``torch.utils.data.Dataset`` of samples ``(input, target)`` or ``(input, target, shared)``, as a
     :class:`~hvd_ckpt.data.dataset.Dataset`.
 
@@ -25,15 +24,13 @@ class Samples:
     ``shared`` is a dict of keyword arguments.
     """
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, seed: int) -> None:
+        super().__init__(len(samples), seed)
         self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         """The samples with these numbers, the same ones in each epoch."""
-        samples = [self._samples[index] for index in indices]
+        samples = [self._samples[number] for number in self._find(indices, epoch)[0].tolist()]
         first = samples[0]
         if not isinstance(first, (tuple, list)) or len(first) not in (2, 3):
             keys = f" with the keys {', '.join(map(str, first))}" if isinstance(first, Mapping) else ""
@@ -71,11 +68,9 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
             )
     # Before data sets are wrapped, since a wrapper does not have the attributes of the user's own.
     facts = {fact: getattr(train, fact) for fact in FACTS if hasattr(train, fact)}
-    if test is None and (count := validation_size(len(train), config.validation_split)):
-        # Sorted, so that files are read in order; which samples are in a part is random all the same.
-        order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
-        train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
-    samples, evaluated = Samples(train), None if test is None else Samples(test)
+    samples, evaluated = Samples(train, config.seed), None if test is None else Samples(test, config.seed)
+    if test is None:
+        samples, evaluated = samples.split(config.validation_split)
     try:
         # One batch is made now, so that samples of a wrong form are an error here and not in the loader.
         samples.batch([0], [0]).split(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.parallel.pipeline.chain import Chain
@@ -15,9 +15,8 @@ from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
 from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
+from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
-from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 from hvd_ckpt.utils.torch_private import AnyBatchNorm
 
@@ -33,21 +32,14 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
-    try:
-        if config.device is not None:
-            device = device_named(config.device)
-            if device.type == "cpu":
-                return device
+    with config_errors(RuntimeError):
+        device = local_device() if config.device is None else device_named(config.device)
+        if config.device is not None and device.type != "cpu":
             if not has_gpu_operations():
                 raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-            if device.index is not None:
-                torch.cuda.set_device(device)
-                return device
-        return local_device()
-    except RuntimeError as error:
-        raise ConfigError(f"device '{config.device or 'cuda'}': {error}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+            device = local_device() if device.index is None else device
+            torch.cuda.set_device(device)
+    return device
 
 
 # ------------------------------------------------------------------------------------ batch norm and recomputation
@@ -62,8 +54,6 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     Raises:
         ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments.
     """
-    if config.verify.recomputation is not None:
-        verify_recomputation(config.verify.recomputation)
     _check_grid(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
@@ -150,5 +140,4 @@ def cut_into_stages(run: Trainer) -> Pipeline:
                 f"pipeline {config.pipeline.stages}: stage {current().stage} has no parameters that are trained, give another "
                 f"balance than {pipeline.balance}"
             )
-    pipeline.recorder = lambda kind, chunk, part: span(kind, f"{kind} chunk {chunk}, micro-batch {part}")
     return pipeline.to(run.device)

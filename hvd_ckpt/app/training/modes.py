@@ -28,6 +28,7 @@ from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.distributed.clipping import clip_grad_norm_
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.construction import LocalSGD, Nesterov
@@ -35,8 +36,6 @@ from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.leveling import agree_on_naming
-from hvd_ckpt.sharding.clipping import clip_grad_norm_
-from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.spans import span
 
 if TYPE_CHECKING:
@@ -68,20 +67,11 @@ def distribute(config: Config, model: nn.Module, optimizer: Optimizer, aliases: 
     # Each stage has a world of its own, in which an error is raised on all; the other stages must hear of it, too.
     with errors_everywhere("hvd_ckpt.train.distribute"), config_errors(OSError, about=about):
         if local is not None:
-            momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
-            return LocalSGD(
-                optimizer,
-                list(model.named_parameters()),
-                every=local.every,
-                outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
-                fragments=local.fragments,
-                delay=local.delay,
-                wire=local.wire,
-                within=local.within,
-                shard=shard,
-                model=model,
-                elastic=True,
-            )
+            options = dict(local)
+            rate, momentum = options.pop("outer_lr"), options.pop("outer_momentum")
+            options["outer"] = None if rate is None else Nesterov(rate, momentum or 0.9)
+            named = list(model.named_parameters())
+            return LocalSGD(optimizer, named, shard=shard, model=model, elastic=True, **options)
         if given.stage:
             options["shard"] = shard
             options["backward_passes_per_step"] = config.accumulate if given.accumulate_locally else 1
@@ -165,22 +155,6 @@ class Plain:
         """A context in which the model has the weights and buffers that are evaluated, the same on every rank. Collective."""
         return nullcontext()
 
-    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        """Replicated state that only this mode has. Collective.
-
-        Args:
-            logged: what the next entry of the log counts so far, of each of this rank's parts.
-        """
-        return {}
-
-    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        """The counts of the next log entry when the snapshot was written, for each of this rank's parts.
-
-        Args:
-            of_rank: whether the snapshot has this rank's own state.
-        """
-        return snapshot.per_rank["logged"] if of_rank else ()
-
     # -------------------------------------------------------------------------------- what modes override
 
     def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
@@ -253,15 +227,6 @@ class Replicas(Plain):
     def evaluated(self) -> AbstractContextManager[None]:
         self._replicas.average_buffers()
         return nullcontext()
-
-    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        rows: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
-        entries = [tuple(row) for row in rows.tolist()]
-        return {"logged": entries}
-
-    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        entries = snapshot.replicated["logged"]
-        return [entries[index] for index in self._replicas.indices]
 
     @property
     def _replicas(self) -> Any:

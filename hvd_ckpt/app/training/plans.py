@@ -19,12 +19,11 @@ from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.planning.step import Sample
+from hvd_ckpt.prediction.memory import Estimator
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.sharding.state import state_after_a_step
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.plain_data import write_text
-from hvd_ckpt.utils.text import show_bytes
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.training.trainer import Trainer
@@ -43,19 +42,17 @@ def choose_plan(trainer: Trainer, resumed: Snapshot | None) -> tuple[Plan | None
         return None, None
     file, first = trainer.folder / "plan.json", current().number == 0
     text = plan_text(config, resumed)  # of the run's earlier plan, if it is still valid
-    # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
-    if text is not None:
-        with errors_everywhere("hvd_ckpt.train.plan_file"), config_errors(OSError, about="plan"):
-            if first:
-                write_text(text, file)
-    if text is None and config.plan is None:
-        chosen = _make_plan(trainer)
-    else:
-        with errors_everywhere("hvd_ckpt.train.plan"):
-            chosen = load_plan(
-                Path(str(config.plan)) if text is None else file, trainer.model, config.precision
-            )
+    chosen: Plan | None = None
+    # One process reads the plan, whose file other hosts may lack.
+    with errors_everywhere("hvd_ckpt.train.plan_file"):
+        if first and (text is not None or config.plan is not None):
+            given = Path(str(config.plan)) if text is None else file
+            if text is not None:  # a plan is loaded from a file, which errors name
+                with config_errors(OSError, about="plan"):
+                    write_text(text, file)
+            chosen = load_plan(given, trainer.model, config.precision)
             _check_stages(chosen, config)
+    chosen = of_first_process(chosen, "hvd_ckpt.train.plan") or _make_plan(trainer)
     with errors_everywhere("hvd_ckpt.train.plan_saved"), config_errors(OSError, about="plan"):
         if first:
             chosen.save(file)
@@ -101,7 +98,7 @@ def plan_for(config: Config, model: nn.Module, sample: Sample, optimizer: torch.
             config.accumulate,
             pipeline.schedule,
             pipeline.virtual_stages_of_each,
-            _param_scale(optimizer, config),
+            _param_scale(model, optimizer, config),
         )
     return plan(
         model,
@@ -117,25 +114,15 @@ def plan_for(config: Config, model: nn.Module, sample: Sample, optimizer: torch.
     )
 
 
-def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
-    """Bytes of a parameter with its gradient, optimizer state and average on each rank, for each byte of the parameter alone."""
-    # What an optimizer keeps for one parameter stands for all. Entries of the parameter's size take memory, and others, such as
-    # the step, hardly any.
-    parameter = optimizer.param_groups[0]["params"][0]
-    entries = state_after_a_step(optimizer)[0]
-    kept = sum(
-        isinstance(entry, torch.Tensor) and entry.shape == parameter.shape for entry in entries.values()
-    )
-    # Optimizer state with average, gradients and parameters, and whether they are split over the ranks. What is offloaded (the
-    # state, or all but the average) takes no memory.
-    offload = config.shard.offload
-    kept, rest = kept * (offload is None), int(offload != "parameters")
-    parts = (
-        (kept + (config.ema is not None), config.shard.stage > 0),
-        (rest, config.shard.stage > 1),
-        (rest, config.shard.stage > 2),
-    )
-    return sum(part / current().replicas if split else float(part) for part, split in parts)
+def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> float:
+    """Bytes of a trained parameter with its gradient, optimizer state and average on each rank, for each byte of it alone."""
+    shard, ranks = config.shard, current().replicas
+    estimator = Estimator(model, optimizer, averaged=config.ema is not None)
+    states = estimator.estimate(ranks, shard.states, shard.offload, shard.wire)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    kept = states.model_state + states.averages - frozen / (ranks if shard.stage == 3 else 1)
+    return max(kept / trained, 0.0)  # of frozen parameters that are offloaded, nothing is kept
 
 
 def _check_stages(made: Plan, config: Config) -> None:
@@ -182,11 +169,3 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
             f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
         )
     return loaded
-
-
-def planned_peak(plan: Plan | None) -> str | None:
-    """The measured peak that a plan's budget limits, in words; None without a plan."""
-    if plan is None or plan.measured is None:
-        return None
-    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
-    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"

@@ -56,16 +56,16 @@ class Meter:
         """Time counts from now on."""
         self._since = self._clock()
 
-    def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
-        """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
-        # The loss of a part without terms may be nan, and does not count.
-        if weight:
-            term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
-            self._losses[part] = self._losses[part] + term
-        self._weights[part] += weight
+    def add(self, parts: Sequence[tuple[Tensor | float, float]], units: float) -> None:
+        """Counts a step: of each part the loss and the number of terms that it is a mean of; and units (tokens, images, ...)."""
+        for part, (loss, weight) in enumerate(parts):
+            # The loss of a part without terms may be nan, and does not count.
+            if weight:
+                term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
+                self._losses[part] = self._losses[part] + term
+            self._weights[part] += weight
         self._units += units
-        # Each step has a loss of every part, and counts once.
-        self._steps += part == 0
+        self._steps += 1
 
     def pending(self) -> list[tuple[float, float]]:
         """Of each part the sum of the loss over all terms since the last reading, and the number of terms; a snapshot holds it."""
@@ -127,17 +127,10 @@ class ProgressLines(Heartbeat):
 
     Args:
         start: steps taken before a resume.
-        peak: measured peak of a step, in words, shown in place of the process's.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        start: int = 0,
-        peak: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._steps, self._step, self._first, self._peak = steps, start, start, peak
+    def __init__(self, steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._step, self._first = steps, start, start
         self._clock, self._since = clock, clock()
         super().__init__(lambda: self.show({}))
 
@@ -164,21 +157,15 @@ class ProgressLines(Heartbeat):
         parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
         if record.get("kind") == "eval":
             parts.append("evaluation")
-        if "loss" in record:
-            parts.append(f"loss {record['loss']:.5g}")
-        if "rate" in record:
-            parts.append(quantity(record["rate"], f"{record['unit']}/s"))
-        if "lr" in record:
-            parts.append(f"lr {record['lr']:.3g}")
-        if "memory" in record:
-            parts.append(self._peak or f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
-        parts += [
-            f"{name} {value:.5g}"
-            for name, value in record.items()
-            if name not in KEYS and isinstance(value, (int, float))
-        ]
-        if "samples" in record:
-            parts.append(f"over {record['samples']} samples")
+        for name, value in record.items():
+            if name == "rate":
+                parts.append(quantity(value, f"{record['unit']}/s"))
+            elif name == "memory":
+                parts.append(f"peak {show_bytes(value)} ({record['memory_of']})")
+            elif name == "samples":
+                parts.append(f"over {value} samples")
+            elif name in ("loss", "lr") or (name not in KEYS and isinstance(value, (int, float))):
+                parts.append(f"{name} {value:.5g}")
         if record.get("kind") != "eval":
             taken, seconds = self._step - self._first, self._clock() - self._since
             left = seconds / taken * (self._steps - self._step) if taken else math.nan
@@ -255,10 +242,20 @@ class Report:
 
     def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
         """Counts a step of this rank, of each of its parts."""
-        for part, (loss, weight) in enumerate(accumulated):
-            self.meter.add(loss, weight, units if part == 0 else 0, part)
+        self.meter.add(accumulated, units)
         if self._line is not None:
             self._line.advance(step)
+
+    def counts(self) -> list[tuple[float, ...]]:
+        """The loss and terms that the next entry of the log counts so far, of each part of a batch on all ranks. Collective."""
+        rows = torch.tensor(self.meter.pending(), dtype=torch.float64)
+        return [tuple(row) for row in hvd.allgather(rows, name="hvd_ckpt.train.logged").tolist()]
+
+    def load_counts(self, counts: Sequence[tuple[float, float]]) -> None:
+        """Continues from :meth:`counts`; counts nothing so far if a batch had another number of parts."""
+        parts: int = self._run.mode.parts
+        if len(counts) == parts * hvd.size():
+            self.meter.load_pending(counts[parts * hvd.rank() :])
 
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
@@ -267,7 +264,7 @@ class Report:
         memory, kind = peak_memory(run.device)
         units = {"unit": run.objective.unit, "memory": memory, "memory_of": kind}
         local = {} if run.config.local is None else {"divergence": run.optimizer.divergence}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **local})
+        self._write({"step": step, "kind": "train", **reading, "lr": lr, **units, **local})
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the result of an evaluation."""
@@ -324,20 +321,17 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         """The step is over; after the last of the trace it is written."""
         if self._profiler is not None and step + 1 not in self._steps:
             with self._report.meter.excluded():
-                self._write()
+                self.__exit__()
 
-    def _write(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
-        if self._profiler is None:
-            return
         # Forgotten first: an error while it is written must not write it again at the end of the run.
         profiler, self._profiler, self._steps = self._profiler, None, range(0)
+        if profiler is None:
+            return
         profiler.stop()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:
             self._report.say(f"Warning: the trace '{self._file}' is not written: {error}")
-
-    def __exit__(self, *_: object) -> None:
-        self._write()

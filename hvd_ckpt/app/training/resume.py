@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import horovod.torch as hvd
 import torch
-from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
+from pydantic import AllowInfNan, ConfigDict, Field, model_validator
 from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
+from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.stopping import STOP_FILE
@@ -36,7 +37,7 @@ PLANNED = (
     "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options", "pipeline",
 )  # fmt: skip
 # Left by a start that was killed before it wrote config.yaml, from which it could be resumed, and by a request to stop it.
-UNFINISHED = (LOCK_FILE, f"{LOCK_FILE}-dead-*", ".config.yaml.*", "plan.json", ".plan.json.*", STOP_FILE)
+UNFINISHED = (LOCK_FILE, ".config.yaml.*", "plan.json", ".plan.json.*", STOP_FILE)
 
 # ------------------------------------------------------------------------------------ where a run starts
 
@@ -52,21 +53,18 @@ class ResumePoint:
 def find_resume_point(config: Config) -> ResumePoint:
     """The run's folder and the snapshot to resume from, as rank 0 finds them. Collective: raises ConfigError on every rank if the
     folder is in use or cannot be written to, or has no snapshot to resume from."""
-    answer: ResumePoint | str = ""
-    # One process makes or reads the folder. What it finds, an error as well, is sent to the others as it is.
-    if current().number == 0:
-        try:
-            if config.resume:
-                answer = _resumed(Path(config.resume))
-            else:
-                folder = new_folder(config.output, "train", not config.dry_run, UNFINISHED)
-                answer = ResumePoint(folder)
-        except ValueError as error:
-            answer = f"resume: {error}" if config.resume else f"output: {error}"
-    answer = of_first_process(answer, "hvd_ckpt.train.folder")
-    if isinstance(answer, str):
-        raise ConfigError(answer)
-    return answer
+    point = None
+    with (
+        errors_everywhere("hvd_ckpt.train.folder"),
+        config_errors(about="resume" if config.resume else "output"),
+    ):
+        # One process makes or reads the folder. What it finds is sent to the others.
+        if current().number == 0 and config.resume:
+            point = _resumed(Path(config.resume))
+        elif current().number == 0:
+            point = ResumePoint(new_folder(config.output, "train", not config.dry_run, UNFINISHED))
+    found: ResumePoint = of_first_process(point, "hvd_ckpt.train.start")
+    return found
 
 
 def _resumed(path: Path) -> ResumePoint:
@@ -87,17 +85,6 @@ def _resumed(path: Path) -> ResumePoint:
 
 
 # ------------------------------------------------------------------------------------ state of a run
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("it has characters that are not Unicode") from None
-    return text
-
-
-Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]
 
 
 class Progress(Strict):
@@ -130,34 +117,25 @@ class Progress(Strict):
 class _Replicated(ReplicatedState):
     """State that is the same on every rank.
 
-    ``logged``: the loss and terms of each logical replica that the next entry of the log counts so far.
+    ``logged``: the loss and terms of each part of a batch that the next entry of the log counts so far.
     """
 
     config: dict[str, Any]
     steps: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     progress: Progress
-    plan: Annotated[str, AfterValidator(_unicode)] | None
+    plan: str | None
     samples: Positive
-    logged: list[Logged] | None = None
+    logged: list[tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]]
 
     @model_validator(mode="after")
-    def _has_entries(self) -> _Replicated:
-        number = None if self.replicas is None else self.replicas.number
-        if number is not None and len(self.logged or ()) != number:
-            raise ValueError(f"logged must be those of {number} replicas")
-        if self.config.get("replicas") != number:
+    def _has_replicas(self) -> _Replicated:
+        if self.config.get("replicas") != (None if self.replicas is None else self.replicas.number):
             raise ValueError("replicas must be the state of as many replicas as config says")
         return self
 
 
-class _PerRank(PerRankState):
-    """State of one rank."""
-
-    logged: list[Logged]
-
-
-SCHEMAS = _Replicated, _PerRank
+SCHEMAS = _Replicated, PerRankState
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -166,7 +144,7 @@ SCHEMAS = _Replicated, _PerRank
 def check_state(resumed: Snapshot) -> None:
     """Raises SnapshotError unless it holds what a run writes, by keys, types and ranges; names the first that is wrong."""
     with resumed.comparing():
-        config = check_schemas(resumed, _Replicated, _PerRank).config
+        config = check_schemas(resumed, *SCHEMAS).config
         for name in (*FIXED, *PLANNED):
             if name not in config:
                 raise Wrong(f"replicated.config has no {name}")

@@ -24,6 +24,9 @@ DEFAULT_DATA = {
     "volumes": "synthetic ellipsoids",
 }
 OF_A_START = ("resume", "output", "dry_run")  # settings that say how a run begins
+SAID = (  # settings that lines of the summary say
+    "model", "data", "precision", "batch", "accumulate", "steps", "epochs", "optimizer", "lr", "schedule",
+)  # fmt: skip
 
 
 class DryRun(Exception):
@@ -50,19 +53,18 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
         if config.replicas is not None:
             owner = f"of each of {config.replicas} replicas"
         split = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
+        given = config.model_dump(exclude_defaults=True, exclude={*SAID, *OF_A_START})
+        over = f" over {controller()}" if current().size > 1 else ""
         lines = {
             "model": f"{config.model}: {count:,} parameters, {show_bytes(size)}; {config.precision}",
             "data": f"{source}: {len(train):,} samples to train on, {len(test or ()):,} to evaluate on",
             "step": f"{config.batch} samples {owner}{split}: {samples:,} samples{each}",
             "steps": f"{steps - taken:,} ({(steps - taken) * samples / len(train):.3g} epochs); {config.optimizer}, learning rate "
             f"{config.lr:g}, {config.schedule}",
-            "memory": _recomputation(config)
-            + (f"; sharded: {config.shard.states}" if config.shard.stage else ""),
-            "ranks": f"{_ranks(config)} on {trainer.device}, CPU threads of each: {torch.get_num_threads()}",
+            "set": "; ".join(f"{name} {value}" for name, value in given.items()) or "no other setting",
+            "ranks": f"{current().size}{over} on {trainer.device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(trainer.folder),
         }
-        if config.local is not None:
-            lines["ranks"] += f"; local SGD, averages every {config.local.every} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
         if resumed is not None and (changes := _changes(config, resumed)):
@@ -77,42 +79,15 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
 def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
-    sizes = current().size, config.global_batch(hvd.size())
-    sizes_before = resumed.manifest.ranks, then.global_batch(resumed.manifest.replicas)
-    changes = []
-    if sizes != sizes_before:
-        (ranks, samples), (ranks_before, samples_before) = sizes, sizes_before
-        changes.append(
-            f"{ranks} rank{'s' * (ranks > 1)}, {samples:,} samples a step "
-            f"(was {ranks_before} rank{'s' * (ranks_before > 1)}, {samples_before:,})"
+    now, before = (
+        {"ranks": ranks, "samples of a step": settings.global_batch(replicas), **settings.as_dict()}
+        for settings, ranks, replicas in (
+            (config, current().size, hvd.size()),
+            (then, resumed.manifest.ranks, resumed.manifest.replicas),
         )
-    now, before = config.as_dict(), then.as_dict()
-    return changes + [
+    )
+    return [
         f"{name} {now[name]} (was {before[name]})"
         for name in now
         if now[name] != before[name] and name not in OF_A_START
     ]
-
-
-def _ranks(config: Config) -> str:
-    grid = current()
-    stages, replicas, schedule = grid.stages, grid.replicas, config.pipeline.schedule
-    split = ""
-    if grid.tensor > 1:
-        in_stages = f"{stages} pipeline stages ({schedule}) of " if stages > 1 else ""
-        split = f" {in_stages}{replicas} x {grid.tensor} (replicas x parts of a layer),"
-    elif stages > 1:
-        split = f" {stages} pipeline stages of {replicas} replica{'s' * (replicas > 1)} ({schedule}),"
-    return "1" if grid.size == 1 else f"{grid.size} over {controller()},{split}"
-
-
-def _recomputation(config: Config) -> str:
-    if config.budget is not None:
-        return f"planned for {config.budget.limit}"
-    if config.plan is not None:
-        return f"the plan {config.plan}"
-    if config.in_stages and config.checkpoint != "never":
-        return f"each stage recomputes its blocks: {config.checkpoint}"
-    if config.segments is not None:
-        return f"recomputed in {config.segments.number} segments"
-    return "no recomputation (--budget and --segments recompute)"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hvd_ckpt.app.datasets.text import TEXTS
-from hvd_ckpt.app.datasets.tokens import BYTES, number_of_tokens, read_tokenizer, special_tokens
+from hvd_ckpt.app.datasets.tokens import number_of_tokens, read_tokenizer, special_tokens
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import find_tokenizer
 from hvd_ckpt.app.training.config import Config, ConfigError, config_errors
@@ -109,11 +109,9 @@ def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
 def _byte_tokenizer() -> Any:
     """A tokenizer whose tokens are the bytes of UTF-8 text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # GPT-2's printable characters for the bytes: those that are printable stand for themselves.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(BYTES, 2 * BYTES))
-    vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(BYTES)}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -22,13 +22,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hvd_ckpt.app.training.build import Assembly, check_functions
 from hvd_ckpt.app.training.callbacks import callbacks_of
 from hvd_ckpt.app.training.config import Config, config_errors
-from hvd_ckpt.app.training.ending import Reports, check_weights, errors_everywhere
+from hvd_ckpt.app.training.ending import Reports, errors_everywhere
 from hvd_ckpt.app.training.evaluation import evaluate
 from hvd_ckpt.app.training.field_types import traced_steps
 from hvd_ckpt.app.training.model import cut_into_stages, device_of, prepare_model
 from hvd_ckpt.app.training.modes import Parts, distribute, mode_of
 from hvd_ckpt.app.training.optim import Schedule, freeze, optimizer_of
-from hvd_ckpt.app.training.plans import choose_plan, planned_peak
+from hvd_ckpt.app.training.plans import choose_plan
 from hvd_ckpt.app.training.report import ProgressLines, Report, StepTrace
 from hvd_ckpt.app.training.resume import SCHEMAS, Progress, ResumePoint, find_resume_point, read_snapshot
 from hvd_ckpt.app.training.summary import print_summary
@@ -36,7 +36,9 @@ from hvd_ckpt.collectives.agreement import of_first_process
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler, batches_of_rank
+from hvd_ckpt.distributed.averaging import AveragedWeights
 from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.distributed.verification import verify
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.processes.devices import use_deterministic_kernels
@@ -44,8 +46,6 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.processes.stopping import forget_file
 from hvd_ckpt.reduction.broadcast import broadcast_parameters
-from hvd_ckpt.reduction.weights import verify_weights
-from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.model import ModelTensors
@@ -141,8 +141,8 @@ class Trainer:
         with errors_everywhere("hvd_ckpt.train.settings"):
             if config.deterministic:
                 use_deterministic_kernels()
-            if not config.verify.weights:
-                verify_weights(False)
+            weights = None if config.verify.weights else False
+            verify(recomputation=config.verify.recomputation, weights=weights)
             self.device = device_of(config)
             with config_errors(RuntimeError):
                 self.precision = Precision(config.precision, self.device.type)
@@ -216,8 +216,7 @@ class Trainer:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
         config, taken = self.config, self.progress.step
         seed_all(seed_of_rank(config.seed, taken))
-        shows = current().number == 0
-        line = ProgressLines(self.steps, taken, planned_peak(self.plan)) if shows else None
+        line = ProgressLines(self.steps, taken) if current().number == 0 else None
         self.report = Report(self, line, self._callbacks)
         self.trace = StepTrace(config.profile, self.folder, self.report)
         self.snapshots = Snapshots(
@@ -233,8 +232,8 @@ class Trainer:
         self.snapshots.lock = lock
         if snapshot is not None:
             with config_errors():
-                of_rank = self.snapshots.load(snapshot)
-                self.report.meter.load_pending(self.mode.logged_in(snapshot, of_rank))
+                self.snapshots.load(snapshot)
+                self.report.load_counts(snapshot.replicated["logged"])
         self.reports = Reports(config, self.snapshots.stop, self.report.say)
 
     # -------------------------------------------------------------------------------- the loop
@@ -341,8 +340,7 @@ class Trainer:
         return self.snapshots.commit(*self._further_state())
 
     def _further_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state in a snapshot that only a run of this trainer has, and no loop of one's own."""
-        logged = self.report.meter.pending()
+        """The state in a snapshot that only a run of this trainer has, and no loop of one's own. Collective."""
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
@@ -350,9 +348,9 @@ class Trainer:
             "progress": self.progress.model_dump(),
             "plan": self.plan_text,
             "samples": len(self.train),
-            **self.mode.state(logged),
+            "logged": self.report.counts(),
         }
-        return replicated, {"logged": logged}
+        return replicated, {}
 
     # -------------------------------------------------------------------------------- within a run
 
@@ -364,7 +362,7 @@ class Trainer:
             self.report.log(progress.step, self.schedule.rate(progress.step - 1))
             self.reports.handle_waiting()
         if _due(config.verify.every, progress.step):
-            check_weights(self.model)
+            verify(self.model)
         evaluation_due = _due(config.eval_every, progress.step)
         if self.test is not None and (last or evaluation_due):
             # A stop must not take long. The run that resumes evaluates first, and counts the result for patience as this one would.
@@ -377,7 +375,7 @@ class Trainer:
         if self._finished() or _due(config.snapshot_every, progress.step):
             with self.report.meter.excluded():
                 further = self._further_state()  # collective
-                self.snapshots.begin(progress.step, lambda: further, *SCHEMAS)
+                self.snapshots.begin(progress.step, lambda: further, SCHEMAS)
         self._tell_of_snapshots()
 
     def _evaluate_and_report(self, due: bool) -> None:

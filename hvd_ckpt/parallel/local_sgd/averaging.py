@@ -43,7 +43,7 @@ class AveragesState(State):
     step: Count
     skipped: Count
     tokens: Weight
-    weighed: bool = False
+    weighed: bool
     worked: Count
     moments: list[str]
     fragments: list[FragmentState]
@@ -95,7 +95,6 @@ class Averaging:
         self._rename()
         self.fragments = [Fragment(number) for number in range(schedule.fragments)]
         self._moment_names: list[str] = []
-        self._batches: list[list[tuple[int, Segment]]] = []  # parameters, as they were added
         names = [segment.name for segment in optimizer.segments()]
         self._fragment_of = assign_fragments(names, schedule.fragments)
         self.add_parameters(optimizer.segments())
@@ -122,14 +121,11 @@ class Averaging:
             (self._fragment_of.setdefault(segment.name, len(self.fragments) - 1), segment)
             for segment in segments
         ]
-        self._batches.append(placed)
         # A single group has nothing to average. Its outer optimizer steps all the same, on what the group has
         # learned since the anchor.
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
             self._add(WEIGHTS, placed, make, self._column)
-        for name in self._moment_names:
-            self._add_moment(name, placed)
 
     def _add_buffers(self, model: torch.nn.Module) -> None:
         fragment_of_block = {block_of(name): number for name, number in self._fragment_of.items()}
@@ -144,12 +140,13 @@ class Averaging:
         ]
         self._add("buffers.", placed, Run, self._everyone)
 
-    def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
+    def _add_moment(self, name: str, fragment: Fragment, run: Run) -> None:
+        """Adds a run of the moments of a run of parameters."""
         segments = [
-            (number, dataclasses.replace(segment, value=functools.partial(self._moment, name, segment.like)))
-            for number, segment in placed
+            dataclasses.replace(segment, value=functools.partial(self._moment, name, segment.like))
+            for segment in run.segments
         ]
-        self._add(f"{MOMENT}{name}.", segments, Run, self._column)
+        fragment.runs.append(Run(f"{MOMENT}{name}.{segments[0].name}", segments, self._column))
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
@@ -167,17 +164,25 @@ class Averaging:
             of_fragment = (segment for number, segment in placed if number == fragment.number)
             for segments in split_into_runs(of_fragment):
                 run = make(f"{what}{segments[0].name}", segments, peers)
-                # The first step, before which begin() is called for all runs, is over.
-                if self.step:
-                    run.begin()
                 fragment.runs.append(run)
+                if isinstance(run, WeightRun):
+                    if self.step:  # the first one, before which begin() is called for all, is over
+                        run.begin()
+                    for name in self._moment_names:
+                        self._add_moment(name, fragment, run)
+
+    def _weight_runs(self) -> list[tuple[Fragment, WeightRun]]:
+        runs = ((fragment, run) for fragment in self.fragments for run in fragment.runs)
+        return [(fragment, run) for fragment, run in runs if isinstance(run, WeightRun)]
+
+    def _parameters(self) -> list[Segment]:
+        return [segment for _, run in self._weight_runs() for segment in run.segments]
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
         names = {
             name
-            for placed in self._batches
-            for _, segment in placed
+            for segment in self._parameters()
             for name, value in self._optimizer.state.get(segment.like, {}).items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
@@ -188,8 +193,8 @@ class Averaging:
     def _set_moment_names(self, names: Sequence[str]) -> None:
         for name in names:
             self._moment_names.append(name)
-            for placed in self._batches:
-                self._add_moment(name, placed)
+            for fragment, run in self._weight_runs():
+                self._add_moment(name, fragment, run)
 
     # ------------------------------------------------------------------------------------------ when
 
@@ -204,12 +209,11 @@ class Averaging:
         if len(self._groups) > 1:
             self._check_anchor()
         self._has_begun = True
-        for fragment in self.fragments:
-            for run in fragment.runs:
-                run.begin()
+        for _, run in self._weight_runs():
+            run.begin()
 
     def _check_anchor(self) -> None:
-        segments = [segment for placed in self._batches for _, segment in placed]
+        segments = self._parameters()
         prints = torch.stack([one.cpu() for one in fingerprints([segment.like for segment in segments])])
         rows = self._collectives.allgather(prints[None], "anchor").wait(AVERAGES)
         # Ranks at one place in their groups have the same part of each parameter. All ranks compare all, and raise together.
@@ -239,10 +243,9 @@ class Averaging:
         # leaving: with delay=every, a fragment's average ends in the step after which its next one leaves.
         under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
         for fragment in under_way:
-            if not fragment.gathering and self._age(fragment) >= self.schedule.half:
+            if self._age(fragment) == self.schedule.half:
                 for run in fragment.under_way():
                     run.combine(self._shares(fragment, run))
-                fragment.gathering = True
         arrived = [fragment for fragment in under_way if self._age(fragment) >= self.schedule.delay]
         for fragment in arrived:
             for run in fragment.under_way():
@@ -324,7 +327,6 @@ class Averaging:
         if fragment.weights is not None:
             fragment.weights.wait(AVERAGES)
         fragment.sent_at = fragment.weights = fragment.distances = None
-        fragment.gathering = False
 
     @torch.no_grad()
     def take_means(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -396,12 +398,14 @@ class Averaging:
         self._has_begun = False
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens, self._worked = state["tokens"], state["worked"]
-        self.weighed = state.get("weighed", False) or self.tokens > 0
+        self.weighed = state["weighed"]
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
         for fragment, saved in zip(self.fragments, state["fragments"]):
-            fragment.load_state_dict(saved)
-            if fragment.sent_at is not None:
-                if not fragment.gathering:
+            sent_at = saved["sent_at"]
+            combined = sent_at is not None and self.step - sent_at >= self.schedule.half
+            fragment.load_state_dict(saved, combined)
+            if sent_at is not None:
+                if not combined:
                     self._send_weights(fragment)
                 self._send_distances(fragment)
 

@@ -8,7 +8,7 @@ import torch
 
 from hvd_ckpt.collectives.asynchronous import Work
 from hvd_ckpt.collectives.exchange import Exchange, Kind, Traffic
-from hvd_ckpt.collectives.formats import FP32, WireFormat
+from hvd_ckpt.collectives.formats import WireFormat
 from hvd_ckpt.collectives.rows import RowCollectives
 
 
@@ -84,19 +84,18 @@ def weighted_mean(
 
     Where all rows have the same elements these are the result, exactly.
     """
-    own = format if format.changes(dtype) else FP32
-    first = _decoded(rows[0], own, dtype, numel)
+
+    def decoded(row: torch.Tensor) -> torch.Tensor:
+        values = torch.empty(numel, dtype=dtype, device=row.device)
+        format.decode(row[None], values)
+        return values
+
+    first = decoded(rows[0])
     total = first * shares[0]
     # Shares add up to 1 only up to rounding. Without this, weights that are equal on all ranks would change in their last bits.
     same = torch.ones(numel, dtype=torch.bool, device=rows.device)
     for row, share in zip(rows[1:], shares[1:]):
-        values = _decoded(row, own, dtype, numel)
+        values = decoded(row)
         same &= values == first
         total.add_(values, alpha=share)
     return torch.where(same, first, total)
-
-
-def _decoded(row: torch.Tensor, format: WireFormat, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    values = torch.empty(numel, dtype=dtype, device=row.device)
-    format.decode(row[None], values)
-    return values

@@ -45,8 +45,7 @@ class LocalOptimizer(_Base):
     def divergence(self) -> float:
         """Distance of ranks (groups) to the anchor in the last averages: the root of their mean squared distance.
 
-        It is computed over all parameters, and the same on every rank. It is sent with the weights of the ranks, in a message of
-        16 bytes.
+        It is computed over all parameters, and the same on every rank. In each average, a rank sends 8 bytes for it.
         """
         return self.averaging.divergence if self.averaging is not None else 0.0
 

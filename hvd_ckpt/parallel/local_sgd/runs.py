@@ -40,8 +40,11 @@ class Segment:
     value: Callable[[], torch.Tensor | None] | None = None
 
     def read(self) -> torch.Tensor | None:
+        """What the rank has now; complex numbers as pairs of real ones."""
         value = self.like if self.value is None else self.value()
-        return None if value is None else value.detach()
+        if value is None:
+            return None
+        return torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
 
     @property
     def numel(self) -> int:
@@ -53,21 +56,10 @@ class Segment:
         dtype = self.owner.dtype
         return (dtype.to_real() if dtype.is_complex else sum_dtype(dtype)), self.owner.device
 
-    @property
-    def nbytes(self) -> int:
-        """Of the whole tensor."""
-        return self.owner.numel() * self.owner.dtype.itemsize
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A flat run of this segment's elements, in its shape."""
-        if self.like.is_complex():
-            return torch.view_as_complex(flat.view(*self.like.shape, 2))
-        return flat.view(self.like.shape)
-
 
 def split_into_runs(segments: Iterable[Segment]) -> list[list[Segment]]:
     """Segments of one kind each, of up to ``RUN_BYTES`` (one may be larger by itself); the same on every rank."""
-    return pack(((segment, segment.kind, segment.nbytes) for segment in segments), RUN_BYTES)
+    return pack(((segment, segment.kind, segment.owner.nbytes) for segment in segments), RUN_BYTES)
 
 
 class Run:
@@ -89,12 +81,10 @@ class Run:
         numel = sum(segment.numel for segment in segments)
         self.row_numel = max(-(-numel // (rows * ALIGNMENT)), 1) * ALIGNMENT  # never empty
         self.part_numel = self.row_numel * peers.ranks
+        self._padding = self.part_numel * peers.parts - numel
         self.sent: torch.Tensor | None = None
         self.row: torch.Tensor | None = None
         self._work: Work | None = None
-
-    def begin(self) -> None:
-        """The first period begins; only parameters have an anchor to remember."""
 
     def send(self) -> float:
         """The average leaves; returns the squared norm of what this rank's part brings to the divergence."""
@@ -130,8 +120,8 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         return {"sent": self.sent, "row": self.row}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state of this rank's; :meth:`resend` launches what was under way.
+    def load_state_dict(self, state: dict[str, Any], combined: bool) -> None:
+        """Loads a state of this rank's; :meth:`resend` launches what was under way, which may have been added up already.
 
         Raises:
             ValueError: it is of another size.
@@ -155,9 +145,8 @@ class Run:
 
     def _read(self) -> torch.Tensor:
         flat = torch.zeros(self.part_numel * self.peers.parts, dtype=self.dtype, device=self.device)
-        for segment, view in self._views(flat):
-            if (value := segment.read()) is not None:
-                view.copy_(value)
+        for value, view in self._values(flat):
+            view.copy_(value)
         # The part is copied, so that the whole run is freed before anything is sent.
         start = self.peers.part * self.part_numel
         return flat if self.peers.group is None else flat[start : start + self.part_numel].clone()
@@ -167,15 +156,15 @@ class Run:
         if self.peers.group is not None:
             flat = part.new_empty(self.part_numel * self.peers.parts)
             self.peers.group.all_gather(part, flat, self.name).wait(AVERAGES)
-        for segment, view in self._views(flat):
-            if (value := segment.read()) is not None:
-                value.copy_(value + view if add else view)
+        for value, view in self._values(flat):
+            value.copy_(value + view if add else view)
 
-    def _views(self, flat: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
-        start = 0
-        for segment in self.segments:
-            yield segment, segment.of(flat[start : start + segment.numel])
-            start += segment.numel
+    def _values(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank has of each segment, and its place in a flat run."""
+        pieces = torch.split(flat, [segment.numel for segment in self.segments] + [self._padding])
+        for segment, piece in zip(self.segments, pieces):
+            if (value := segment.read()) is not None:
+                yield value, piece.view(value.shape)
 
     def _loaded(self, value: torch.Tensor | None, numel: int) -> torch.Tensor | None:
         if value is None:
@@ -193,7 +182,6 @@ class RunState(State):
 
     sent: torch.Tensor | None = None
     row: torch.Tensor | None = None
-    gathering: bool = False
     anchor: torch.Tensor | None = None
     exact: torch.Tensor | None = None
     rest: torch.Tensor | None = None
@@ -205,7 +193,6 @@ NOTHING: dict[str, Any] = dict(RunState())
 
 class FragmentState(State):
     sent_at: Count | None
-    gathering: bool
     weight: Weight
     marks: tuple[Count, Weight]
     moved: Weight
@@ -221,7 +208,6 @@ class Fragment:
         number: among the fragments.
         runs: what is averaged.
         sent_at: the step after which the average under way has left; None if nothing is under way.
-        gathering: its rows have been added up.
         weight: weight of this rank in the average.
         moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
@@ -232,7 +218,6 @@ class Fragment:
     number: int
     runs: list[Run] = field(default_factory=list)
     sent_at: int | None = None
-    gathering: bool = False
     weight: float = 0.0
     moved: float = 0.0
     marks: tuple[int, float] = (0, 0.0)
@@ -247,13 +232,13 @@ class Fragment:
         state = {name: getattr(self, name) for name in FragmentState.model_fields}
         return {**state, "runs": {run.name: run.state_dict() for run in self.runs}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state, and sends the runs that were under way."""
+    def load_state_dict(self, state: Mapping[str, Any], combined: bool) -> None:
+        """Loads a state, and sends the runs that were under way, whose rows may have been added up already."""
         for name in FragmentState.model_fields.keys() - {"runs"}:
             setattr(self, name, state[name])
         for run in self.runs:
             # A run of moments that were unknown when the state was saved has nothing under way.
-            run.load_state_dict({**NOTHING, **state["runs"].get(run.name, {})})
+            run.load_state_dict({**NOTHING, **state["runs"].get(run.name, {})}, combined)
             run.resend()
 
     def abandon(self) -> None:

@@ -52,6 +52,7 @@ class WeightRun(Run):
         self._rest: torch.Tensor | None = None  # what the wire has rounded away so far, of this rank's part
 
     def begin(self) -> None:
+        """Remembers the anchor of the first period."""
         if self.anchor is None:
             self._begin_at(self._read())
 
@@ -88,14 +89,13 @@ class WeightRun(Run):
         outer = None if self._outer is None else self._outer.state_dict()
         return {
             "sent": self.sent,
-            "gathering": self.row is not None,
             "anchor": self.anchor,
             "exact": exact,
             "rest": self._rest,
             "outer": outer,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], combined: bool) -> None:
         anchor = self._loaded(state["anchor"], self.part_numel)
         exact = self._loaded(state["exact"], self.row_numel)
         self.anchor = None
@@ -111,8 +111,8 @@ class WeightRun(Run):
             (made,) = self._outer.state_dict()["param_groups"]
             # With learning rate and momentum as they are given now.
             self._outer.load_state_dict({**state["outer"], "param_groups": [made]})
-        # What was being gathered are the exact values of this row, which are kept anyway: see _combined().
-        self.row = self._exact.detach() if state["gathering"] else None
+        # What is being gathered are the exact values of this row, which are kept anyway: see _combined().
+        self.row = self._exact.detach() if combined and self.sent is not None else None
 
     def _message(self) -> torch.Tensor:
         assert self.anchor is not None and self.sent is not None

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
+from hvd_ckpt.planning.kinds import BlockRunner
 from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP
 from hvd_ckpt.planning.ranks import on_rank_0
 from hvd_ckpt.planning.step import Sample, Step
 from hvd_ckpt.utils.measure import undisturbed
-from hvd_ckpt.utils.rules import check
 
 KINDS = ("time", "size")  # of measured costs
 PARAM_SCALE = 4.0  # bytes of a parameter with its gradient and Adam's state, for each byte of the parameter
@@ -133,16 +132,12 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
     return balance, least(0, 0)[0]
 
 
-def cuts_of(plan: Plan, stages: int, given: dict[str, Any]) -> PipelinePlan:
+def cuts_of(plan: Plan, stages: int) -> PipelinePlan:
     """The cuts of a plan for so many stages.
-
-    Args:
-        given: the other arguments of the pipeline, which must not include what the plan gives.
 
     Raises:
         TypeError: it is not a plan.
         PlanError: the plan has no stages or another number of stages.
-        ValueError: an argument is given that the plan gives.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a plan of hc.plan(), got {plan!r}")
@@ -155,8 +150,6 @@ def cuts_of(plan: Plan, stages: int, given: dict[str, Any]) -> PipelinePlan:
             f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
             f"hc.plan(..., layout=hc.StageLayout({stages}))."
         )
-    of_pipeline = {f"{name} of Pipeline": value for name, value in given.items()}
-    check({"a plan of stages": True, **given, **of_pipeline})
     return plan.pipeline
 
 

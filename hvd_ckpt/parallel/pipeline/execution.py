@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.parallel.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulation, one_element, silence
 from hvd_ckpt.parallel.pipeline.random_state import forward_pass
 from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge, chain_edges
 from hvd_ckpt.parallel.pipeline.skip import Key, find_skips, skips_of_chunk
-from hvd_ckpt.parallel.pipeline.transport import Received, Transport
+from hvd_ckpt.parallel.pipeline.transport import VALUE_TAG, Received, Transport
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import LayerSegment, as_arguments, cut
-from hvd_ckpt.utils.frames import is_recomputing, without_recomputation
-
-Recorder = Callable[[str, int, int], AbstractContextManager[Any]]
-FIRST_TAG = 16  # first tag of values and gradients; lower tags are for messages of a whole step
+from hvd_ckpt.utils.frames import without_recomputation
+from hvd_ckpt.utils.spans import span
 
 
 class Chunks:
@@ -39,6 +36,7 @@ class Chunks:
     Attributes:
         count, own: number of all chunks, and the numbers of those of this rank.
         chunk_of: the chunk of each block.
+        keeping: makes a context for a forward pass that keeps activations.
         skips: the connection of each skip connection, which may begin and end in one chunk.
         edges: edges of the chain; their order numbers them.
     """
@@ -51,7 +49,8 @@ class Chunks:
         prepare: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
         planned: bool,
     ) -> None:
-        self.transport, self.prepare, self.planned = transport, prepare, planned
+        self.transport, self.prepare = transport, prepare
+        self.keeping = nullcontext if planned else without_recomputation
         self.count = len(balance)
         self.own = range(transport.grid.stage, self.count, transport.grid.stages)
         self.chunk_of = [chunk for chunk, length in enumerate(balance) for _ in range(length)]
@@ -59,7 +58,7 @@ class Chunks:
         self.skips = [Edge(self.chunk_of[skip.source], self.chunk_of[skip.target]) for skip in skips]
         self.edges = chain_edges(self.count, [edge for edge in self.skips if edge.source != edge.target])
         self._chain, self._balance, self._keys = chain, balance, [skip.key for skip in skips]
-        self._segments: dict[tuple[int, frozenset[str]], LayerSegment] = {}
+        self._segments: dict[frozenset[str], list[LayerSegment]] = {}  # by the names of shared arguments
 
     def run(
         self,
@@ -67,8 +66,7 @@ class Chunks:
         arguments: tuple[Any, ...],
         given: Mapping[int, Tensor | None],
         shared: dict[str, Any],
-        keeps: AbstractContextManager[None] | None,
-        recomputing: Callable[[], AbstractContextManager[Any]],
+        keeps: bool,
     ) -> tuple[Any, dict[int, Tensor | None]]:
         """The forward pass of one micro-batch through a chunk.
 
@@ -76,13 +74,15 @@ class Chunks:
             arguments: arguments of the first block.
             given: values of skip connections from other chunks, by their numbers.
             shared: keyword arguments that all blocks share.
-            keeps: a context for a forward pass that keeps activations; None to recompute the whole chunk in the backward pass.
-            recomputing: makes a context for a recomputation.
+            keeps: whether activations are kept. If not, the whole chunk is recomputed in the backward pass.
 
         Returns:
             The result of the last block, and the values of skip connections to other chunks.
         """
-        segment = self._segment(chunk, frozenset(shared))
+        if (names := frozenset(shared)) not in self._segments:  # kept, since reading signatures is slow
+            # Of all stages: an argument that only blocks elsewhere accept is right, and all stages are given the same arguments.
+            self._segments[names] = cut(self._chain, self._balance, names)
+        segment = self._segments[names][chunk]
         accepted = segment.accepted_names
         shared = {name: value for name, value in shared.items() if name in accepted}
         # In the closure of compute(), where recomputation looks for modules.
@@ -93,24 +93,18 @@ class Chunks:
         ) -> tuple[Any, dict[int, Tensor | None]]:
             assert blocks
             inside: dict[Key, Tensor | None] = {keys[number]: value for number, value in given.items()}
-            with skips_of_chunk(inside), recomputing() if is_recomputing() else nullcontext():
+            with skips_of_chunk(inside):
                 output = segment(*arguments, **shared)
             return output, {keys.index(key): value for key, value in inside.items()}
 
-        if keeps is not None:
-            with keeps:
+        compute.__qualname__ = str(segment)  # in errors and traces
+        if keeps:
+            with self.keeping():
                 return compute(arguments, given, shared)
         result: tuple[Any, dict[int, Tensor | None]] = run_checkpointed(
             compute, (arguments, given, shared), {}
         )
         return result
-
-    def _segment(self, chunk: int, shared: frozenset[str]) -> LayerSegment:
-        """The blocks as one function that takes these keyword arguments. Kept, since reading signatures is slow."""
-        if (chunk, shared) not in self._segments:
-            # Of all stages: an argument that only blocks elsewhere accept is right, and all stages are given the same arguments.
-            self._segments[chunk, shared] = cut(self._chain, self._balance, shared)[chunk]
-        return self._segments[chunk, shared]
 
 
 @dataclass
@@ -134,7 +128,6 @@ class MicroBatch:
 
     Attributes:
         inputs, targets, shared: as in :class:`hvd_ckpt.data.objectives.Batch`.
-        terms: number of terms that its loss is the mean of.
         key: its random state; None in evaluation mode.
         keeps: the chunks that keep its activations and are not recomputed as a whole.
     """
@@ -142,7 +135,6 @@ class MicroBatch:
     inputs: tuple[Any, ...]
     targets: Any
     shared: dict[str, Any]
-    terms: float
     key: int | None
     keeps: Container[int]
 
@@ -153,11 +145,8 @@ class Execution:
     Args:
         chunks: those of this rank.
         micro_batches: micro-batches of this step.
-        recorder: makes a context for each pass, and for each wait and recomputation within or after it. Its arguments are the kind,
-            ``"forward"``, ``"backward"``, ``"wait"`` or ``"recompute"``, the chunk and the micro-batch.
         loss_fn: takes the output of the model and the targets; None in an evaluation, which keeps the outputs.
-        total: the number of terms of the whole batch, on the rank with the last chunk.
-        backward: takes a loss and whether it is the last; None for ``loss.backward()``.
+        accumulation: adds up the losses, and runs their backward passes; None in an evaluation.
         context: makes a context for each forward pass, such as ``torch.autocast``.
     """
 
@@ -165,21 +154,15 @@ class Execution:
         self,
         chunks: Chunks,
         micro_batches: Sequence[MicroBatch],
-        recorder: Recorder | None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        total: TotalTerms | None = None,
-        backward: Callable[[Tensor, bool], Any] | None = None,
+        accumulation: Accumulation | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.outputs: list[Any] = []
-        self.loss: Tensor | None = None
         self._chunks, self._transport, self._micro_batches = chunks, chunks.transport, micro_batches
-        self._loss_fn, self._total, self._run_backward, self._context = loss_fn, total, backward, context
-        self._recorded: Recorder = recorder or (lambda kind, chunk, micro_batch: nullcontext())
-        self._keeping = nullcontext if chunks.planned else without_recomputation
+        self._loss_fn, self._accumulation, self._context = loss_fn, accumulation, context
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._terms = math.fsum(micro_batch.terms for micro_batch in micro_batches)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs the actions in order, then waits until everything is sent."""
@@ -187,10 +170,10 @@ class Execution:
         # meanwhile. Sends do not wait. So the ranks cannot deadlock in a schedule that make_schedule() makes.
         self._expect(actions[0])
         for action, following in itertools.zip_longest(actions, actions[1:]):
-            with self._recorded(action.kind, action.chunk, action.micro_batch):
+            with _span(action.kind, action.chunk, action.micro_batch):
                 (self._forward if action.kind == FORWARD else self._backward)(action, following)
             self._transport.advance()
-        with self._recorded("wait", actions[-1].chunk, actions[-1].micro_batch):
+        with _span("wait", actions[-1].chunk, actions[-1].micro_batch):
             self._transport.flush()
 
     def _forward(self, action: Action, following: Action | None) -> None:
@@ -210,21 +193,18 @@ class Execution:
         with self._context():
             with forward_pass(micro_batch.key, self._chunks.chunk_of.index(chunk)):
                 first, shared = self._inputs(index)
-                output, skips = self._chunks.run(
-                    chunk,
-                    arguments if chunk else first,
-                    given,
-                    shared,
-                    self._keeping() if keeps else None,
-                    functools.partial(self._recorded, "recompute", chunk, index),
-                )
+                output, skips = self._chunks.run(chunk, arguments if chunk else first, given, shared, keeps)
             if chunk == self._chunks.count - 1:
-                if self._loss_fn is None:
+                if self._loss_fn is None or self._accumulation is None:
                     self.outputs.append(output)
                     return
-                with self._keeping() if keeps else nullcontext():
+                with self._chunks.keeping() if keeps else nullcontext():
                     in_flight.loss = one_element(self._loss_fn(output, micro_batch.targets))
-                self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
+                if not in_flight.loss.requires_grad and any(one.requires_grad for one in tensors_in(output)):
+                    raise RuntimeError(
+                        "loss_fn returned a loss without a gradient: compute it from the output, without detach()"
+                    )
+                self._accumulation.add(index, in_flight.loss)
         # One message along each edge: the output to the next chunk, with the skip connections that lead there, and skip connections
         # alone to later chunks. Tensors that require gradients are noted, as their gradients come back in this order.
         for edge in action.sends:
@@ -241,36 +221,31 @@ class Execution:
             self._in_flight[chunk, index] = in_flight
 
     def _backward(self, action: Action, following: Action | None) -> None:
-        index = action.micro_batch
-        micro_batch = self._micro_batches[index]
+        index, accumulation = action.micro_batch, self._accumulation
+        assert accumulation is not None
         # Taken out, so that the graph and its activations are freed with this pass.
         in_flight = self._in_flight.pop((action.chunk, index))
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for edge in action.receives:
-            # Nothing comes back for values that require no gradient. The
-            # receiver knows these from the header, and sends nothing either.
-            if outputs := in_flight.sent[edge]:
-                for output, gradient in zip(outputs, self._fetch(edge, index, BACKWARD).value):
-                    if gradient is not None:
-                        roots.append(output)
-                        gradients.append(gradient)
+            for output, gradient in zip(in_flight.sent[edge], self._fetch(edge, index, BACKWARD).value):
+                if gradient is not None:
+                    roots.append(output)
+                    gradients.append(gradient)
         self._expect(following)
         if in_flight.loss is not None:
-            assert self._total is not None
             if in_flight.loss.requires_grad:  # else every block is frozen
-                last = index == len(self._micro_batches) - 1
-                run_backward(in_flight.loss, micro_batch.terms, self._total, self._run_backward, last)
+                accumulation.backward(index, in_flight.loss)
         # Only the loss is multiplied by the weight of the micro-batch. Gradients that arrive from the next stage include it.
         elif roots:
-            if not micro_batch.terms:  # nothing of this micro-batch counts, not even a nan
+            if not accumulation.terms[index]:  # nothing of this micro-batch counts, not even a nan
                 for root in roots:
                     silence(root)
             torch.autograd.backward(roots, gradients)
+        # Also where nothing requires a gradient: the message shows that the values have arrived, so that their memory is freed.
         for edge in action.sends:
-            if leaves := in_flight.received[edge]:
-                address = self._address(edge, index, BACKWARD, edge.source)
-                self._transport.send([leaf.grad for leaf in leaves], *address)
+            address = self._address(edge, index, BACKWARD, edge.source)
+            self._transport.send([leaf.grad for leaf in in_flight.received[edge]], *address)
 
     def _inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The prepared arguments of a micro-batch, which are kept if the rank has several chunks."""
@@ -287,25 +262,19 @@ class Execution:
     def _fetch(self, edge: Edge, index: int, kind: str) -> Received:
         here, there = (edge.target, edge.source) if kind == FORWARD else edge
         what = f"the {'input' if kind == FORWARD else 'gradient'} of micro-batch {index}"
-        with nullcontext() if there in self._chunks.own else self._recorded("wait", here, index):
+        with nullcontext() if there in self._chunks.own else _span("wait", here, index):
             received = self._transport.receive(*self._address(edge, index, kind, there), what)
-        # A gradient shows that the value has arrived there, so that its memory can be freed.
         if kind == BACKWARD:
-            self._transport.taken(*self._address(edge, index, FORWARD, there))
+            self._transport.flush(*self._address(edge, index, FORWARD, there))
         return received
 
     def _expect(self, action: Action | None) -> None:
         """Posts the receives of the next action, so that its messages arrive while this one computes."""
         if action is None:
             return
-        kind, index = action.kind, action.micro_batch
         for edge in action.receives:
-            # No gradient comes back for values that require none. And the next action may be the backward pass of the micro-batch
-            # that is about to run forward: its outputs are not known yet, and _fetch() posts the receive.
-            begun = self._in_flight.get((action.chunk, index), _InFlight())
-            if kind == FORWARD or begun.sent.get(edge):
-                there = edge.source if kind == FORWARD else edge.target
-                self._transport.expect(*self._address(edge, index, kind, there))
+            there = edge.source if action.kind == FORWARD else edge.target
+            self._transport.expect(*self._address(edge, action.micro_batch, action.kind, there))
 
     def _address(self, edge: Edge, index: int, kind: str, chunk: int) -> tuple[int, int]:
         """The process of a chunk at the other end of an edge, and the tag of a message."""
@@ -317,4 +286,8 @@ class Execution:
         what = int(kind == BACKWARD) if self._loss_fn is not None else 2
         number = index * len(self._chunks.edges) + self._chunks.edges.index(edge)
         grid = self._transport.grid
-        return grid.process(chunk % grid.stages), FIRST_TAG + 3 * number + what
+        return grid.process(chunk % grid.stages), VALUE_TAG + 3 * number + what
+
+
+def _span(kind: str, chunk: int, micro_batch: int) -> AbstractContextManager[None]:
+    return span(kind, lambda: f"{kind} chunk {chunk}, micro-batch {micro_batch}")

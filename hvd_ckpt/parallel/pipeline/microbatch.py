@@ -92,25 +92,22 @@ def accumulate(
             "mean_terms=optimizer.replicas.mean(...) instead, of the terms of this rank's replicas"
         )
     parts = split_batch(batch, micro_batches)
-    weights = [terms_of(part, weight) for part in parts]
-    local_terms = math.fsum(weights)
-    everywhere = TotalTerms(local_terms, across_ranks, mean_terms)
-    mean: Tensor | None = None
-    for index, (part, terms) in enumerate(zip(parts, weights)):
-        last = index == len(parts) - 1
-        kept = keeps_activations(checkpoint, last)
+    terms = [terms_of(part, weight) for part in parts]
+    accumulation = Accumulation(terms, across_ranks, mean_terms, backward)
+    for index, part in enumerate(parts):
+        kept = keeps_activations(checkpoint, index == len(parts) - 1)
         try:
             with span("forward"), without_recomputation() if kept else contextlib.nullcontext():
                 loss = one_element(compute(part))
         finally:
-            everywhere.factor()  # always waited for, since the next call sends under the same name
-        mean = add_loss(mean, loss, terms, local_terms)
+            accumulation.factor()  # always waited for, since the next call sends under the same name
+        accumulation.add(index, loss)
         with span("backward"):
-            run_backward(loss, terms, everywhere, backward, last)
+            accumulation.backward(index, loss)
         # Drops the graph of this micro-batch before the next forward pass builds another one.
         del loss
-    assert mean is not None
-    return Accumulated(mean, local_terms)
+    assert accumulation.loss is not None
+    return Accumulated(accumulation.loss, accumulation.weight)
 
 
 # Weights. Micro-batch i of this rank has t_i terms and the mean loss l_i. Its backward pass starts from l_i times
@@ -122,18 +119,35 @@ def accumulate(
 # In each case, the averaged gradient is that of the mean over all terms that count.
 
 
-class TotalTerms:
-    """The number of terms of all ranks, which is summed while this rank computes."""
+class Accumulation:
+    """The mean loss of a mini-batch, and the backward passes of its micro-batches, which count by their terms.
+
+    The number of terms of all ranks is summed while this rank computes.
+
+    Args:
+        terms: those of each micro-batch.
+        across_ranks, mean_terms, backward: as in :func:`accumulate`.
+
+    Attributes:
+        loss: the mean loss of the micro-batches so far, detached; None before the first one.
+        weight: number of terms of the mini-batch.
+    """
 
     def __init__(
-        self, own: float, across_ranks: bool, mean: float | Callable[[], float] | None = None
+        self,
+        terms: Sequence[float],
+        across_ranks: bool,
+        mean_terms: float | Callable[[], float] | None = None,
+        backward: Callable[[Tensor, bool], Any] | None = None,
     ) -> None:
-        self._total: float | Callable[[], float] = own if mean is None else mean
-        self._ranks = mpi_ops.size() if mean is None and across_ranks else 1
+        self.terms, self.weight, self._backward = terms, math.fsum(terms), backward
+        self.loss: Tensor | None = None
+        self._total: float | Callable[[], float] = self.weight if mean_terms is None else mean_terms
+        self._ranks = mpi_ops.size() if mean_terms is None and across_ranks else 1
         if self._ranks > 1:
             # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
             everyone = Collectives(mpi_ops.global_process_set, "hvd_ckpt.accumulate")
-            work = everyone.allreduce(torch.tensor([own], dtype=torch.float64), "terms")
+            work = everyone.allreduce(torch.tensor([self.weight], dtype=torch.float64), "terms")
             self._total = lambda: float(work.wait("the terms of all ranks").item())
 
     def factor(self) -> float:
@@ -145,6 +159,27 @@ class TotalTerms:
         if not 0 <= self._total < math.inf:
             raise ValueError(f"The number of terms must be 0 or more, got {self._total}.")
         return self._ranks / self._total if self._total else 0.0
+
+    def add(self, index: int, loss: Tensor) -> None:
+        """Adds the mean loss of a micro-batch."""
+        if self.loss is None:
+            # At least float32: a sum in half precision would lose the small shares of many micro-batches.
+            dtype = torch.promote_types(loss.dtype, torch.float32)
+            self.loss = torch.zeros((), dtype=dtype, device=loss.device)
+        # A loss without terms may be nan, which 0 as a factor would keep.
+        if terms := self.terms[index]:
+            self.loss = self.loss + loss.detach().reshape(()).to(self.loss.dtype) * (terms / self.weight)
+
+    def backward(self, index: int, loss: Tensor) -> None:
+        """Runs the backward pass of the mean loss of a micro-batch, weighted by its number of terms."""
+        terms = self.terms[index]
+        scaled = loss * (terms * self.factor())
+        if not terms:
+            silence(scaled)
+        if self._backward is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._backward(scaled, index == len(self.terms) - 1)
 
 
 def check_options(micro_batches: Any, checkpoint: Any, known: Sequence[str] = CHECKPOINTS) -> None:
@@ -159,32 +194,6 @@ def check_options(micro_batches: Any, checkpoint: Any, known: Sequence[str] = CH
 def keeps_activations(checkpoint: str, last: bool) -> bool:
     """Whether a micro-batch keeps its activations and is not recomputed."""
     return checkpoint == "never" or (checkpoint == "except_last" and last)
-
-
-def add_loss(mean: Tensor | None, loss: Tensor, terms: float, own: float) -> Tensor:
-    """Adds the loss of a micro-batch with ``terms`` of this rank's ``own`` terms to the mean loss so far."""
-    if mean is None:
-        # At least float32: a sum in half precision would lose the small shares of many micro-batches.
-        mean = torch.zeros((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
-    # A loss without terms may be nan, which 0 as a factor would keep.
-    return mean + loss.detach().reshape(()).to(mean.dtype) * (terms / own) if terms else mean
-
-
-def run_backward(
-    loss: Tensor,
-    terms: float,
-    total: TotalTerms,
-    backward: Callable[[Tensor, bool], Any] | None,
-    last: bool,
-) -> None:
-    """Runs the backward pass of the mean loss of a micro-batch, weighted by its number of terms."""
-    scaled = loss * (terms * total.factor())
-    if not terms:
-        silence(scaled)
-    if backward is None:
-        scaled.backward()  # type: ignore[no-untyped-call]
-    else:
-        backward(scaled, last)
 
 
 def split_batch(batch: Any, parts: int) -> Sequence[Any]:

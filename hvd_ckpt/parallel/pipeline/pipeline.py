@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,18 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.collectives.agreement import agree_on_options, described, errors_on_all
+from hvd_ckpt.distributed.clipping import clip_grad_norm_
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance, cuts_of
 from hvd_ckpt.parallel.pipeline.chain import Chain
-from hvd_ckpt.parallel.pipeline.execution import (
-    FIRST_TAG as EXECUTION_TAG,
-    Chunks,
-    Execution,
-    MicroBatch,
-    Recorder,
-)
+from hvd_ckpt.parallel.pipeline.execution import Chunks, Execution, MicroBatch
 from hvd_ckpt.parallel.pipeline.microbatch import (
     Accumulated,
-    TotalTerms,
+    Accumulation,
     check_options,
     concatenated,
     fields_of,
@@ -40,22 +34,19 @@ from hvd_ckpt.parallel.pipeline.schedule import (
     make_schedule,
     virtual_stages_of,
 )
-from hvd_ckpt.parallel.pipeline.tied import find_apart, find_tied, summed_over_stages, unchanged
-from hvd_ckpt.parallel.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.tied import find_shared, summed_over_stages, unchanged, with_buffers
+from hvd_ckpt.parallel.pipeline.transport import LOSS_TAG, STEP_TAG, Transport
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.processes import grid as grids
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.processes.whole_model import number_parameters
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
-from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.utils.cuts import cut_of, mark
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
 from hvd_ckpt.utils.unmaterialized import check_shapes
-
-STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
-assert TIED_TAG < EXECUTION_TAG
 
 
 class Pipeline(nn.Module):
@@ -101,10 +92,6 @@ class Pipeline(nn.Module):
         virtual_stages: number of chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
             ``c % stages``.
 
-    Attributes:
-        recorder: None, or a function that makes a context for each part of the next steps, for a timeline. It takes the kind
-            (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the chunk and the micro-batch.
-
     Raises:
         TypeError: the model is not a chain.
         ValueError: an argument is invalid or differs between ranks.
@@ -130,7 +117,9 @@ class Pipeline(nn.Module):
         }  # fmt: skip
         options = described(model=model, plan=plan, **given, sample=sample is not None)
         agree_on_options("Pipeline", options, None)
-        check({"balance of Pipeline": balance, "sample": sample})
+        of_pipeline = {f"{name} of Pipeline": value for name, value in given.items()}
+        of_plan = {"a plan of stages": True, **given} if plan is not None else {}
+        check({"Pipeline": True, "plan": plan, "chunks": chunks, "sample": sample, **of_pipeline, **of_plan})
         costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
             names, blocks = self._lay_out(model, plan, given, costs)
@@ -144,7 +133,6 @@ class Pipeline(nn.Module):
         _release_weights(
             [block for number, block in enumerate(blocks) if number not in kept], list(self.children())
         )
-        self.recorder: Recorder | None = None
         self._failed = ""
         self.training = model.training
 
@@ -163,8 +151,8 @@ class Pipeline(nn.Module):
         if not len(model):
             raise ValueError("Pipeline takes a chain of at least one block, got an empty one")
         check_shapes(model.named_parameters())
-        grid = grids.current()
-        self._plan = planned = None if plan is None else cuts_of(plan, grid.stages, given)
+        grid = current()
+        self._plan = planned = None if plan is None else cuts_of(plan, grid.stages)
         balance, chunks, schedule, checkpoint, virtual = given.values()
         if plan is not None and planned is not None:
             plan.apply(model)
@@ -172,7 +160,6 @@ class Pipeline(nn.Module):
                 planned.balance, planned.micro_batches, planned.schedule, "auto", planned.virtual_stages
             )  # fmt: skip
         schedule, checkpoint = schedule or "1f1b", checkpoint or "except_last"
-        check({"Pipeline": True, "chunks": chunks})
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         virtual = virtual_stages_of(schedule, virtual)
         names, blocks = zip(*places_of(model).items())
@@ -193,9 +180,11 @@ class Pipeline(nn.Module):
         first: dict[Tensor, str] = {}
         whole = model.state_dict(keep_vars=True).items()
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
-        tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
-        self._tied = [tie for tie in tied if grid.stage in tie.stages]
-        self._apart = find_apart(blocks, names, chunk_of, self._chunks.own)
+        stage_of = [chunk % grid.stages for chunk in chunk_of]
+        tied = find_shared(blocks, names, stage_of, nn.Module.named_parameters)
+        self._tied = [tie for tie in tied if grid.stage in tie.places]
+        apart = find_shared(blocks, names, chunk_of, with_buffers)
+        self._apart = [one for one in apart if not set(one.places).isdisjoint(self._chunks.own)]
         seed_each(list(blocks))
         return names, blocks
 
@@ -236,24 +225,22 @@ class Pipeline(nn.Module):
         with self._failing_together():
             if not callable(loss_fn):
                 raise TypeError(f"loss_fn must be a function of output and targets, got {loss_fn!r}")
+            if not torch.is_grad_enabled():
+                raise RuntimeError("accumulate() computes gradients: call it outside of torch.no_grad()")
             parts = split_batch(batch, self.micro_batches)
-            terms = [terms_of(part, weight) for part in parts]
-            micro_batches = self._micro_batches(parts, terms)
+            terms, micro_batches = [terms_of(part, weight) for part in parts], self._micro_batches(parts)
             last = self._chunks.count - 1 in self._chunks.own
             # Only the last stage has losses to weight, and its replicas
             # are a Horovod world of their own: other stages take no part.
-            total = TotalTerms(math.fsum(terms), across_ranks) if last else None
-            execution = Execution(
-                self._chunks, micro_batches, self.recorder, loss_fn, total, backward, forward_context
-            )
+            accumulation = Accumulation(terms, across_ranks and last, backward=backward)
+            execution = Execution(self._chunks, micro_batches, loss_fn, accumulation, forward_context)
             # The sum comes after all backward passes, and before the reduction.
-            with summed_over_stages(self._tied, self._transport, TIED_TAG):
+            with summed_over_stages(self._tied, self._transport):
                 try:
                     execution.run(self._schedule_for(len(parts))[self._grid.stage])
                 finally:
-                    if total is not None:
-                        total.factor()  # always waited for, since the next call sends under the same name
-            return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
+                    accumulation.factor()  # always waited for, since the next call sends under the same name
+            return Accumulated(self._loss_everywhere(accumulation.loss), accumulation.weight)
 
     def forward(self, *inputs: Any, **shared: Any) -> Any:
         """Runs the model without gradients, micro-batch by micro-batch. Collective over the stages of a replica.
@@ -265,8 +252,7 @@ class Pipeline(nn.Module):
         """
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
-            micro_batches = self._micro_batches(parts, [1.0] * len(parts))
-            execution = Execution(self._chunks, micro_batches, self.recorder)
+            execution = Execution(self._chunks, self._micro_batches(parts))
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
@@ -297,9 +283,10 @@ class Pipeline(nn.Module):
             )
         return self._schedules[micro_batches]
 
-    def _micro_batches(self, parts: Sequence[Any], terms: Sequence[float]) -> list[MicroBatch]:
-        facts = zip(parts, terms, self._keys(len(parts)), self._kept_chunks(len(parts)))
-        return [MicroBatch(*fields_of(part), count, key, keeps) for part, count, key, keeps in facts]
+    def _micro_batches(self, parts: Sequence[Any]) -> list[MicroBatch]:
+        fields = [fields_of(part) for part in parts]
+        facts = zip(fields, self._keys(fields), self._kept_chunks(len(parts)))
+        return [MicroBatch(*values, key, keeps) for values, key, keeps in facts]
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
         """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
@@ -312,29 +299,29 @@ class Pipeline(nn.Module):
         planned = {chunk for chunk in own if self._plan and not self._plan.parts[chunk].recompute}
         return [planned | {chunk for chunk in own if (chunk, index) in at_once} for index in range(count)]
 
-    def _keys(self, count: int) -> list[int | None]:
-        """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0."""
-        # Stage 0 sends its keys, and the others compare them with their own. All stages must draw, so that their generators stay
-        # equal.
-        keys = [draw_key() if self.training else None for _ in range(count)]
+    def _keys(self, micro_batches: Sequence[tuple[Any, Any, dict[str, Any]]]) -> list[int | None]:
+        """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0, as they do
+        targets and shared arguments. Inputs are those of stage 0 alone."""
+        # All stages must draw, so that their generators stay equal.
+        keys = [draw_key() if self.training else None for _ in micro_batches]
         stages = self._grid.stages
         between = [(edge.source % stages, edge.target % stages) for edge in self._chunks.edges]
-        between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
+        between += [pair for tie in self._tied for pair in itertools.combinations(tie.places, 2)]
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
+        if stages == 1:
+            return keys
+        prints = [[int(fingerprint(one)) for one in tensors_in(others)] for _, *others in micro_batches]
+        facts = {"numbers of micro-batches": len(keys), "batches": prints, "random states": keys}
         if self._grid.stage == 0:
-            for stage in range(1, self._grid.stages):
-                self._transport.send(keys, self._grid.process(stage), STEP_TAG)
+            for stage in range(1, stages):
+                self._transport.send(facts, self._grid.process(stage), STEP_TAG)
             return keys
         given = self._transport.receive(self._grid.process(0), STEP_TAG, "the beginning of a step").value
-        if len(given) != count:
+        if wrong := [what for what, fact in facts.items() if fact != given[what]]:
             raise ValueError(
-                f"stage 0 has a batch of {len(given)} micro-batches and stage {self._grid.stage} one of {count}: give all stages "
-                f"of a replica the same batches"
-            )
-        if given != keys:
-            raise ValueError(
-                f"stages 0 and {self._grid.stage} have different random states: give the stages of a replica the same "
-                f"one, such as by torch.manual_seed(seed + hc.rank()), and draw the same numbers on all of them"
+                f"stages 0 and {self._grid.stage} have different {wrong[0]}: give the stages of a replica the same batch, that of "
+                f"hc.rank() of hc.size(), and the same random state, such as by torch.manual_seed(seed + hc.rank()), and draw the "
+                f"same numbers on all of them"
             )
         return keys
 
@@ -374,7 +361,7 @@ class Pipeline(nn.Module):
             "models": (shapes, self._chunks.skips),
         }
         for tie in self._tied:
-            whole = tie.parameter
+            whole = tie.what
             facts[f"values of '{tie.name}'"] = 0 if whole.is_meta else int(fingerprint(whole))
         known: dict[str, tuple[int, Any]] = {}
         for stage, theirs in enumerate(self._grid.gather_objects(facts, parts=False)):

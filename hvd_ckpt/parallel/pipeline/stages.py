@@ -16,11 +16,12 @@ The time of messages is not counted.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from hvd_ckpt.parallel.pipeline.schedule import (
 )
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError
-from hvd_ckpt.planning.chain import Block, Run, simulate
+from hvd_ckpt.planning.chain import Block
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
@@ -123,7 +124,7 @@ class StageLayout:
 
         Args:
             chain, blocks: as of :class:`StagePlanner`.
-            plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
+            plan_of: makes a plan from choices and facts.
 
         Raises:
             BudgetError: no plan fits the budget; the message has the smallest budget that works.
@@ -134,7 +135,6 @@ class StageLayout:
         def made(within: float) -> Plan:
             pipeline, choices = planner.pipeline(within)
             return plan_of(
-                tuple(range(len(choices))),
                 choices,
                 budget=limit,
                 predicted=_cost(pipeline),
@@ -281,7 +281,14 @@ class StagePlanner:
         place = point - len(solver.from_block(first).need)
         recompute = place >= 0
         choices = self._solver(0, end).choices(first, place) if recompute else solver.choices(first, point)
-        made = self._part(part, first, end, int(memory[point]), float(seconds[point]), recompute)
+        states, transport = self._held(first, end), self._transport(first, end)
+        total, activations = float(seconds[point]), int(memory[point]) - states - transport
+        # Both times are measured, each by itself. The backward pass, which is the rest, must not come out below 0.
+        forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), total)
+        times = forward, total - forward
+        made = StagePlan(
+            end - first, recompute, self._in_flight[part], *times, states, activations, transport
+        )
         return made, choices[: end - first]
 
     def _fixed(self, count: int, first: int, end: int) -> int:
@@ -316,51 +323,26 @@ class StagePlanner:
 
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
         """The fastest plan within a budget that is at least :attr:`smallest`, and the choice of each block."""
-        share = limit / self.layout.parts_of_stage
-        balance, _ = self._fastest(limit)
-        made = [self._best(*part, share) for part in _parts_of(balance)]
-        choices = itertools.chain.from_iterable(choices for _, choices in made)
-        return self._pipeline(part for part, _ in made), list(choices)
+        layout, share = self.layout, limit / self.layout.parts_of_stage
+        ends = [0, *itertools.accumulate(self._fastest(limit)[0])]
+        spans = enumerate(itertools.pairwise(ends))
+        parts, choices = zip(*(self._best(part, first, end, share) for part, (first, end) in spans))
+        plan = PipelinePlan(layout.stages, layout.micro_batches, layout.schedule, parts)
+        return plan, list(itertools.chain.from_iterable(choices))
 
     @functools.cached_property
     def baseline(self) -> PipelinePlan:
         """The plan without recomputation, with the best cuts for it."""
-        seconds = [0.0]
-        for block in self._blocks:
-            seconds.append(seconds[-1] + block.choices[0].seconds)
-        seconds[-1] += self._behind.choices[0].seconds
-        balance, _ = best_cuts(
-            len(self._blocks), self.layout.parts, lambda part, first, end: seconds[end] - seconds[first]
-        )
-        return self._pipeline(itertools.starmap(self._all_kept, _parts_of(balance)))
-
-    def _all_kept(self, part: int, first: int, end: int) -> StagePlan:
-        blocks = [*self._blocks[first:end], *([self._behind] if end == len(self._blocks) else [])]
-        count = self._in_flight[part]
-        peak, seconds = simulate(blocks, [Run(index, 0) for index in range(len(blocks))], count)
-        return self._part(part, first, end, self._fixed(count, first, end) + peak, seconds, False)
-
-    def _part(
-        self, part: int, first: int, end: int, memory: int, seconds: float, recompute: bool
-    ) -> StagePlan:
-        states, transport = self._held(first, end), self._transport(first, end)
-        # Both times are measured, each by itself. The backward pass, which is the rest, must not come out below 0.
-        forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), seconds)
-        activations = memory - states - transport
-        times = forward, seconds - forward
-        return StagePlan(
-            end - first, recompute, self._in_flight[part], *times, states, activations, transport
-        )
-
-    def _pipeline(self, parts: Iterable[StagePlan]) -> PipelinePlan:
-        layout = self.layout
-        return PipelinePlan(layout.stages, layout.micro_batches, layout.schedule, tuple(parts))
+        kept = copy.copy(self)  # a planner of the same chain whose blocks have no other policy
+        kept._blocks = [block.only(1) for block in self._blocks]
+        kept._solvers, kept._known = {}, {}
+        return kept.pipeline(math.inf)[0]
 
     def limit(self, budget: Budget, device: torch.device) -> int | None:
         """The budget in bytes; None for the fastest plan."""
         if budget.kind == "min":
             return self._min()
-        limit = budget.bytes(max(self.baseline.memory), 0, device)
+        limit = budget.bytes(max(self.baseline.memory), device)
         if budget.kind == "device" and limit is not None:  # the memory in use includes the model
             limit += self._held.now
         return limit
@@ -372,13 +354,6 @@ class StagePlanner:
         return low + bisect_left(
             range(low, high), True, key=lambda budget: self._fastest(budget)[1] <= longest
         )
-
-
-def _parts_of(balance: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Number, first block and end of each part."""
-    ends = [0, *itertools.accumulate(balance)]
-    for part, (first, end) in enumerate(itertools.pairwise(ends)):
-        yield part, first, end
 
 
 def _cost(pipeline: PipelinePlan) -> Cost:

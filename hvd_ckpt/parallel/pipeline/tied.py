@@ -10,14 +10,15 @@ Nothing adds up buffers, such as the statistics of a batch norm. A module at pla
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hvd_ckpt.collectives.exchange import Exchange
-from hvd_ckpt.parallel.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.transport import TIED_TAG, Transport
 from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 
@@ -38,65 +39,51 @@ from hvd_ckpt.utils.fingerprint import fingerprint
 # last step, it only adds zeros, so all copies get the same bits.
 
 
-class Tied(NamedTuple):
-    """A parameter with a copy on each of several stages, in ascending order."""
+class Shared(NamedTuple):
+    """A parameter or module, its name, and the stages or chunks that it is in, in ascending order."""
 
     name: str
-    parameter: nn.Parameter
-    stages: tuple[int, ...]
+    what: Any
+    places: tuple[int, ...]
 
 
-def find_tied(blocks: Sequence[nn.Module], names: Sequence[str], stage_of: Sequence[int]) -> list[Tied]:
-    """The parameters that several stages share, in the order of the whole model.
+def find_shared(
+    blocks: Sequence[nn.Module],
+    names: Sequence[str],
+    places: Sequence[int],
+    parts_of: Callable[[nn.Module], Iterable[tuple[str, Any]]],
+) -> list[Shared]:
+    """The parts that blocks at several places have in common, in the order of the whole model.
 
     Args:
-        blocks, names: blocks of the whole model and their names.
-        stage_of: the stage of each block.
+        blocks, names, places: blocks of the whole model, their names, and the stage or chunk of each.
+        parts_of: gives parts of a block with their names in it.
     """
-    stages_of: dict[nn.Parameter, tuple[str, set[int]]] = {}
-    for name, block, stage in zip(names, blocks, stage_of):
-        for inner, parameter in block.named_parameters():
-            _, on = stages_of.setdefault(parameter, (f"{name}.{inner}", set()))
-            on.add(stage)
-    return [
-        Tied(name, parameter, tuple(sorted(on)))
-        for parameter, (name, on) in stages_of.items()
-        if len(on) > 1  # including frozen ones, which may be trained later
-    ]
+    found: dict[Any, tuple[str, set[int]]] = {}
+    for name, block, place in zip(names, blocks, places):
+        for inner, part in parts_of(block):
+            found.setdefault(part, (f"{name}.{inner}".strip("."), set()))[1].add(place)
+    # Including frozen parameters, which may be trained later.
+    return [Shared(name, part, tuple(sorted(at))) for part, (name, at) in found.items() if len(at) > 1]
 
 
-class Apart(NamedTuple):
-    """A module with buffers at places in several chunks."""
-
-    name: str
-    module: nn.Module
-    chunks: list[int]
-
-
-def find_apart(
-    blocks: Sequence[nn.Module], names: Sequence[str], chunk_of: Sequence[int], own: Container[int]
-) -> list[Apart]:
-    """The modules with buffers at places in several chunks, one of which is of this rank's ``own``."""
-    found: dict[nn.Module, Apart] = {}
-    for name, block, chunk in zip(names, blocks, chunk_of):
-        for inner, module in block.named_modules():
-            if module._buffers:
-                found.setdefault(module, Apart(f"{name}.{inner}".strip("."), module, [])).chunks.append(chunk)
-    return [one for one in found.values() if len(set(one.chunks)) > 1 and any(c in own for c in one.chunks)]
+def with_buffers(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a block that have buffers of their own."""
+    return ((name, module) for name, module in block.named_modules() if module._buffers)
 
 
 @contextlib.contextmanager
-def unchanged(modules: Sequence[Apart]) -> Iterator[None]:
-    """A context in which these modules must not write their buffers.
+def unchanged(modules: Sequence[Shared]) -> Iterator[None]:
+    """A context in which these modules, which are in several chunks, must not write their buffers.
 
     Raises:
         ValueError: one has. Each stage has buffers of its own, and chunks write them in another order than the whole model.
     """
-    before = [_prints_of(one.module) for one in modules]
+    before = [_prints_of(one.what) for one in modules]
     yield
     for one, prints in zip(modules, before):
-        if _prints_of(one.module) != prints:
-            chunks = ", ".join(map(str, sorted(set(one.chunks))))
+        if _prints_of(one.what) != prints:
+            chunks = ", ".join(map(str, one.places))
             raise ValueError(
                 f"Pipeline: '{one.name}' updates its buffers in chunks {chunks} of the model, where they "
                 f"would differ from those of the whole model: give each place a module of its own, or choose a balance that has "
@@ -109,7 +96,7 @@ def _prints_of(module: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def summed_over_stages(tied: Sequence[Tied], transport: Transport, tag: int) -> Iterator[None]:
+def summed_over_stages(tied: Sequence[Shared], transport: Transport) -> Iterator[None]:
     """A context around the backward passes of a step, after which each copy of a parameter has the sum of all gradients of it.
 
     The reducer counts the sum as one more accumulation. Collective over the stages of a replica, and over all ranks with more than
@@ -118,7 +105,6 @@ def summed_over_stages(tied: Sequence[Tied], transport: Transport, tag: int) -> 
     Args:
         tied: the parameters that this rank shares with other stages, in the same order on all stages.
         transport: connects the stages.
-        tag: tag of the messages.
 
     Raises:
         ValueError: the gradient of a parameter is sharded, so no rank has it.
@@ -129,30 +115,31 @@ def summed_over_stages(tied: Sequence[Tied], transport: Transport, tag: int) -> 
     if not tied:
         return
     grid = transport.grid
-    exchanges = [_fixed_order(tie.parameter) for tie in tied]
+    exchanges = [_fixed_order(tie.what) for tie in tied]
     parts = [
-        _copy(tie.parameter.grad) if exchange is None else _part(tie, exchange)
+        _copy(tie.what.grad) if exchange is None else _part(tie, exchange)
         for tie, exchange in zip(tied, exchanges)
     ]
     # All sends are started before the first receive is waited for: the
     # stages run the same lines, and none may wait for another to send.
     for tie, part in zip(tied, parts):
-        for stage in tie.stages:
+        for stage in tie.places:
             if stage != grid.stage:
-                transport.send([part], grid.process(stage), tag)
+                transport.send([part], grid.process(stage), TIED_TAG)
     for tie, exchange, part, earlier in zip(tied, exchanges, parts, before):
-        parameter, total = tie.parameter, None
-        for stage in tie.stages:
+        parameter, total = tie.what, None
+        for stage in tie.places:
             there = part
             if stage != grid.stage:
-                there = transport.receive(grid.process(stage), tag, f"the gradient of '{tie.name}'").value[0]
+                what = f"the gradient of '{tie.name}'"
+                there = transport.receive(grid.process(stage), TIED_TAG, what).value[0]
             if there is not None:
                 total = there if total is None else total + there
         if total is not None and exchange is not None:
             # This replica's part in its place, and zeros.
-            rows = parameter.new_zeros(exchange.ranks, len(total), requires_grad=False)
-            rows[exchange.rank] = total
-            total = rows.view(-1)[: parameter.numel()].view(parameter.shape)
+            parts_before, parts_behind = exchange.rank, exchange.ranks - 1 - exchange.rank
+            total = functional.pad(total, (parts_before * len(total), parts_behind * len(total)))
+            total = total[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
         if parameter.grad is not None:
             # In place: the gradient may be a view into a bucket of the reducer.
             parameter.grad.copy_(torch.zeros_like(parameter) if earlier is None else earlier)
@@ -162,15 +149,15 @@ def summed_over_stages(tied: Sequence[Tied], transport: Transport, tag: int) -> 
     transport.flush()
 
 
-def _put_aside(tie: Tied) -> Tensor | None:
+def _put_aside(tie: Shared) -> Tensor | None:
     """The gradient so far, which becomes zero."""
-    owner = owner_of(tie.parameter)
+    owner = owner_of(tie.what)
     if owner is not None and owner.shard_stage > 1:
         raise ValueError(
-            f"parameter '{tie.name}' is shared by stages {', '.join(map(str, tie.stages))}, so its gradient cannot be sharded: use "
+            f"parameter '{tie.name}' is shared by stages {', '.join(map(str, tie.places))}, so its gradient cannot be sharded: use "
             f'shard="none" or "optimizer"'
         )
-    gradient = tie.parameter.grad
+    gradient = tie.what.grad
     before = _copy(gradient)
     # Zeroed and not dropped: the reducer may have it as a view into a bucket.
     if gradient is not None:
@@ -191,11 +178,8 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
     return Exchange(owner.process_set, "hvd_ckpt.tied") if owner.process_set.size() > 2 else None
 
 
-def _part(tie: Tied, exchange: Exchange) -> Tensor:
+def _part(tie: Shared, exchange: Exchange) -> Tensor:
     """This replica's part of the sum of the gradient over all replicas."""
-    parameter = tie.parameter
-    padded = exchange.ranks * -(-parameter.numel() // exchange.ranks)
-    flat = torch.zeros(padded, dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad is not None:
-        flat[: parameter.numel()] = parameter.grad.reshape(-1)
+    gradient = torch.zeros_like(tie.what) if tie.what.grad is None else tie.what.grad
+    flat = functional.pad(gradient.detach().reshape(-1), (0, -gradient.numel() % exchange.ranks))
     return exchange.reduce_scatter(flat, tie.name).wait(f"the gradient of '{tie.name}' on all replicas")

@@ -13,13 +13,14 @@ import contextlib
 import io
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid
+from hvd_ckpt.reduction.buckets import is_packed
 
 if TYPE_CHECKING:
     from hvd_ckpt.processes.device_link import DeviceLink
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 # tag of its message, and headers have one tag for all messages of the lane. The receiver reads them in order, and launches the
 # receives of each message, until it finds the one that it wants. It posts nothing ahead: the device's receives wait for nothing.
 
-LANE_TAG = FIRST_TAG + 3
+# Tags: the beginning of a step, its loss, gradients of tied parameters, what lanes announce, and from VALUE_TAG on the values and
+# gradients of each edge and micro-batch.
+STEP_TAG, LOSS_TAG, TIED_TAG, LANE_TAG, VALUE_TAG = range(FIRST_TAG, FIRST_TAG + 5)
 AHEAD = 2  # passes that the host may be ahead of the device
 
 
@@ -99,9 +102,18 @@ class _Arriving(NamedTuple):
     tensors: list[Tensor]
     requests: list[_Request]  # whose memory is on the host, or that of the tensor
 
-    def wait(self, awaited: str) -> None:
+    def wait(self, awaited: str) -> Received:
         for request in self.requests:
             request.wait(awaited)
+        # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
+        structure, metas = pickle.loads(self.header)
+        for tensor, request, meta in zip(self.tensors, self.requests, metas):
+            if request.memory is not tensor:
+                # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
+                tensor.copy_(request.memory, non_blocking=True)
+            if meta.requires_grad:
+                tensor.requires_grad_()
+        return Received(put_together(structure, self.tensors), self.tensors)
 
 
 class Transport:
@@ -163,7 +175,8 @@ class Transport:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._here[tag] = Received(put_together(structure, copies), copies)
             return tensors
-        whole = [_lying_dense(tensor) for tensor in tensors]
+        values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+        whole = [value if is_packed(value) else value.contiguous() for value in values]
         metas = [
             Meta(tuple(dense.shape), dense.stride(), dense.dtype, tensor.requires_grad, dense.device.type)
             for dense, tensor in zip(whole, tensors)
@@ -214,7 +227,7 @@ class Transport:
         if self._lane(source, self.grid.number) is not None:
             while not self._early[source, tag]:
                 self._receive_announced(source, awaited)
-            return _arrived(self._early[source, tag].popleft(), awaited)
+            return self._early[source, tag].popleft().wait(awaited)
         self.expect(source, tag)
         length, arriving = self._expected.pop((source, tag))
         length.wait(awaited)
@@ -228,7 +241,7 @@ class Transport:
         self._received[source, tag] = header, not size
         if arriving is None:
             arriving = self._receive_tensors(header, source, tag)
-        return _arrived(arriving, awaited)
+        return arriving.wait(awaited)
 
     def _receive_announced(self, source: int, awaited: str) -> None:
         """Starts to receive the next message of a lane."""
@@ -263,9 +276,13 @@ class Transport:
     def _begin(self, link: Any, memory: Tensor, source: int, tag: int) -> _Request:
         return _Request(link, link.receive(_bytes(memory), source, tag), source, tag, memory)
 
-    def flush(self) -> None:
-        """Waits until everything is sent. On a device, the current stream waits, and not the host."""
-        self._finish(lambda message: True)
+    def flush(self, *of: int) -> None:
+        """Waits until everything is sent, or everything to a process with a tag. On a device, the current stream waits, and not the
+        host."""
+        for message in self._sending:
+            if not of or (message.other, message.tag) == of:
+                message.wait(f"{self.grid.name(message.other)} to take what was sent")
+        self._sending = [message for message in self._sending if of and (message.other, message.tag) != of]
 
     def advance(self) -> None:
         """Ends a pass: releases the memory of sends that are known to be complete, and keeps the host from going far ahead of a
@@ -275,15 +292,6 @@ class Transport:
             if len(self._passes) > AHEAD:
                 self._passes.popleft().synchronize()
         self._sending = [message for message in self._sending if not message.link.is_sent(message.request)]
-
-    def taken(self, to: int, tag: int) -> None:
-        """Releases the memory of sends with this tag, which the receiver has answered."""
-        self._finish(lambda message: (message.other, message.tag) == (to, tag))
-
-    def _finish(self, chosen: Callable[[_Request], bool]) -> None:
-        for message in filter(chosen, self._sending):
-            message.wait(f"{self.grid.name(message.other)} to take what was sent")
-        self._sending = [message for message in self._sending if not chosen(message)]
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes that the link reaches that this one has failed."""
@@ -297,32 +305,6 @@ class Transport:
         request = link.send(_bytes(tensor), to, tag)
         if not link.is_sent(request):
             self._sending.append(_Request(link, request, to, tag, tensor))
-
-
-def _arrived(arriving: _Arriving, awaited: str) -> Received:
-    arriving.wait(awaited)
-    # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
-    structure, metas = pickle.loads(arriving.header)
-    for tensor, request, meta in zip(arriving.tensors, arriving.requests, metas):
-        if request.memory is not tensor:
-            # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
-            tensor.copy_(request.memory, non_blocking=True)
-        if meta.requires_grad:
-            tensor.requires_grad_()
-    return Received(put_together(structure, arriving.tensors), arriving.tensors)
-
-
-def _lying_dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if its elements fill a range of memory, in any order of dimensions; else a contiguous copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return tensor.contiguous()
-        expected *= size
-    return tensor
 
 
 def _bytes(dense: Tensor) -> Tensor:

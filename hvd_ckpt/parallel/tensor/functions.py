@@ -25,8 +25,7 @@ POSITIONS = 1  # the dimension of positions in hidden states, (batch, positions,
 WHOLE = 0  # equal on all parts, and so is its gradient
 SHARE = 1  # this part's share of the positions
 SPLIT = 2  # this part's heads or features
-SCORES = 4  # with SPLIT: weights of attention
-ENTERED = 8  # equal on all parts, but a gradient of this part's heads, features or positions alone
+ENTERED = 4  # equal on all parts, but a gradient of this part's heads, features or positions alone
 
 _KIND = "_hvd_ckpt_kind"
 
@@ -83,11 +82,6 @@ def enter(x: Tensor) -> Tensor:
 def leave(x: Tensor) -> Tensor:
     """The sum of the parts' values; in the backward pass the same gradient."""
     return _apply(x, parts.add, unchanged, WHOLE)
-
-
-def share(x: Tensor, parts: int) -> Tensor:
-    """The same values; in the backward pass 1 / ``parts`` of the gradient, which a sum over the parts makes whole again."""
-    return _apply(x, unchanged, lambda gradient: gradient / parts, WHOLE)
 
 
 def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -28,7 +28,6 @@ from hvd_ckpt.parallel.tensor.functions import (
     leave,
     leave_positions,
     mark_kind,
-    share,
     split_positions,
     unchanged,
 )
@@ -276,13 +275,13 @@ def vocabulary_of(module: nn.Module) -> SplitVocabulary:
     return SplitVocabulary(*cut.ranges(grid.tensor, grid.part)[0], cut.size)
 
 
-def _region(base: Any, method: str = "forward", kind: int | None = None) -> dict[str, Callable[..., Any]]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Region(_place(self).kind if kind is None else kind) as region:
-            return _known(region, getattr(base, method)(self, *args, **kwargs))
+def _region(base: Any) -> dict[str, Callable[..., Any]]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Region(_place(self).kind) as region:
+            return _known(region, base.forward(self, *args, **kwargs))
 
     # transformers reads the arguments of a model.
-    return {method: functools.wraps(getattr(base, method))(run)}
+    return {"forward": functools.wraps(base.forward)(forward)}
 
 
 def _heads(base: Any) -> dict[str, Callable[..., Any]]:
@@ -297,8 +296,6 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
 
             args = tuple(map(all_positions, args))
             kwargs = {name: all_positions(value) for name, value in kwargs.items()}
-            hidden = next((value for value in tensors_in(args, kwargs) if value.is_floating_point()), None)
-            region.rows = 0 if hidden is None else hidden.shape[:-1].numel()
             return _known(region, base.forward(self, *args, **kwargs))
 
     return {"forward": functools.wraps(base.forward)(forward)}
@@ -330,17 +327,12 @@ def _block(base: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
-    def forward(self: Any, h: Tensor, g: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        return base.forward(self, enter(h), None if g is None else enter(g), *args, **kwargs)
-
     def post_attention(self: Any, h: Tensor, attn_vec: Tensor, residual: bool = True) -> Any:
-        # The residual connection is whole on each part, and its gradient joins those that are summed where h enters.
+        """The original's, with a sum over the parts: its projection is of parameters, and no row layer."""
         attn_out = self.dropout(leave(torch.einsum("ibnd,hnd->ibh", attn_vec, self.o)))
-        if residual:
-            attn_out = attn_out + share(h, current().tensor)
-        return self.layer_norm(attn_out)
+        return self.layer_norm(attn_out + h if residual else attn_out)
 
-    return {**_region(base, "rel_attn_core", SPLIT), "forward": forward, "post_attention": post_attention}
+    return {**_region(base), "post_attention": post_attention}
 
 
 FORWARDS: dict[str, Callable[[Any], dict[str, Any]]] = {

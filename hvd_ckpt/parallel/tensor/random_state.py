@@ -9,69 +9,44 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.parallel.tensor.functions import POSITIONS, SCORES, SHARE
+from hvd_ckpt.parallel.tensor.functions import POSITIONS, SHARE
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.rules import check
 
 _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, queries, keys)
 
 
-class Part(NamedTuple):
-    """What a part has of a tensor from which random numbers are drawn.
-
-    Attributes:
-        kind: its kind.
-        rows: number of rows of the hidden states around it, (batch, positions); 0 if it is unknown.
-    """
-
-    kind: int
-    rows: int = 0
-
-
 def _dropout(
-    part: Part,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
+    kind: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     if not training or p == 0.0:
         return input
-    mask = _mask(part, input, p)
+    mask = _mask(kind, input, p)
     result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
     return input.copy_(result) if inplace else result
 
 
 def _refused(
-    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    kind: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     check({"tensor": True, "dropout of channels or alpha dropout": training and p > 0.0})
     return input
 
 
-def _mask(part: Part, x: Tensor, p: float) -> Tensor:
+def _mask(kind: int, x: Tensor, p: float) -> Tensor:
     """This part's slice of a mask of the whole: zeros with probability ``p``, and ones.
 
     It is drawn in the order of memory of ``x``, as dropout on a CPU draws it.
     """
     grid = current()
-    if part.kind & SCORES and x.dim() == 3:
-        # (batch * heads, queries, keys): heads are a dimension within the first one.
-        batch, rest = divmod(part.rows, x.shape[1])
-        if not batch or rest or x.shape[0] % batch:
-            raise ValueError(
-                f"dropout of scores of attention of shape {tuple(x.shape)} cannot be split over parts, since the number of heads "
-                f"is not known; give scores of shape (batch, heads, queries, keys)"
-            )
-        return _mask(part, x.view(batch, -1, *x.shape[1:]), p).flatten(0, 1)
     last = x.dim() - 1
-    dim = POSITIONS if part.kind == SHARE else _HEADS if x.dim() == 4 else last
+    dim = POSITIONS if kind == SHARE else _HEADS if x.dim() == 4 else last
     extent, strides = x.shape[dim], x.stride()
     # The dimensions from the outermost in memory to the innermost. Those of a tensor that was (batch, positions,
     # heads, width) and is transposed to (batch, heads, positions, width) are 0, 2, 1, 3.
@@ -83,7 +58,7 @@ def _mask(part: Part, x: Tensor, p: float) -> Tensor:
 
 
 def _attention(
-    part: Part,
+    kind: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -93,7 +68,7 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Attention whose dropout mask is a slice; without dropout PyTorch's own, whose kernels draw inside."""
-    if dropout_p == 0.0 or part.kind == SHARE:
+    if dropout_p == 0.0 or kind == SHARE:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )
@@ -114,7 +89,7 @@ def _attention(
     else:
         weights = (scores + attn_mask).softmax(-1)
     weights = weights.to(value.dtype)
-    attended: Tensor = _dropout(part, weights, dropout_p) @ value
+    attended: Tensor = _dropout(kind, weights, dropout_p) @ value
     return attended
 
 
@@ -128,4 +103,4 @@ DRAWS: dict[Any, Callable[..., Tensor]] = {
     functional.feature_alpha_dropout: _refused,
     functional.scaled_dot_product_attention: _attention,
 }
-"""What replaces a function of tensors that are not whole; its first argument is a :class:`Part`."""
+"""What replaces a function of tensors that are not whole; its first argument is their kind."""

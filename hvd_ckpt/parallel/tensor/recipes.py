@@ -27,7 +27,7 @@ from hvd_ckpt.collectives.agreement import errors_on_all
 from hvd_ckpt.parallel.tensor.copies import watch_copies
 from hvd_ckpt.parallel.tensor.functions import SHARE, WHOLE
 from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split
-from hvd_ckpt.parallel.tensor.verification import verification_of, watch_frozen
+from hvd_ckpt.parallel.tensor.verification import Verification, copy_of
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.fingerprint import fingerprint
@@ -136,16 +136,14 @@ def tensor_parallel(
     kinds = dict.fromkeys(cuts, "features")  # where a parameter is split by itself
     kinds |= {name: kind for name, kind in chosen.items() if name in cuts}
     split_kinds = _with_regions(kinds)
-    verification = None
-    if verify and not grid.alone and not any(one.is_meta for one in model.parameters()):
-        verification = verification_of(model, lambda twin: _split(twin, split_kinds, cuts))
+    verifies = verify and not grid.alone and not any(one.is_meta for one in model.parameters())
+    whole = copy_of(model) if verifies else None
     _split(model, split_kinds, cuts)
-    if verification is not None:
+    watched: dict[str, nn.Module] = {"": model}
+    if whole is not None and not sequence:
         # A stage calls its blocks, not the model. Modules whose results may be those of a part are not verified alone.
-        around = {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
-        verification.watch({"": model} if sequence else {"": model, **around})
-    else:
-        watch_frozen(model)
+        watched |= {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
+    Verification(whole, lambda twin: _split(twin, split_kinds, cuts)).watch(watched)
     watch_copies()
     return model
 

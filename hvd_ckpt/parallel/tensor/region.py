@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.parallel.tensor.functions import (
-    SCORES,
     SHARE,
     SPLIT,
     WHOLE,
@@ -28,25 +27,11 @@ from hvd_ckpt.parallel.tensor.functions import (
     kind_of,
     mark_kind,
 )
-from hvd_ckpt.parallel.tensor.random_state import DRAWS, Part
+from hvd_ckpt.parallel.tensor.random_state import DRAWS
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import call_name, map_tensors, tensors_in
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, sequence_number
-
-# Functions whose result has the shape of weights of attention that they get, and the same heads.
-_ELEMENTWISE = {
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "mul",
-    "masked_fill",
-    "contiguous",
-}
 
 _running = threading.local()  # autograd recomputes in threads of its own
 
@@ -62,14 +47,11 @@ class Region(TorchFunctionMode):
 
     Args:
         default: kind of the tensors from outside.
-
-    Attributes:
-        rows: number of rows of hidden states, (batch, positions); of the region around if it is not set.
     """
 
     def __init__(self, default: int = WHOLE) -> None:
         super().__init__()
-        self.default, self.rows = default, 0
+        self.default = default
         self._outer: Region | None = None
         self._start = 0  # number of the first node of autograd in the outermost region
         self._kinds: dict[Any, int] = {}  # of nodes of autograd
@@ -81,7 +63,6 @@ class Region(TorchFunctionMode):
     def __enter__(self) -> Region:
         self._outer = outer = active()
         self._values = {}
-        self.rows = 0 if outer is None else outer.rows
         if outer is None:
             self._parameters, self._kinds, self._start = {}, {}, sequence_number()
         else:
@@ -104,16 +85,12 @@ class Region(TorchFunctionMode):
             kind = functools.reduce(operator.or_, kinds, WHOLE)
             if kind and WHOLE in kinds and torch.is_grad_enabled():
                 args, kwargs = map_tensors(self._entered, Tensor, (args, kwargs))
-        draw, name = DRAWS.get(func) if kind & SPLIT or kind == SHARE else None, call_name(func)
+        draw = DRAWS.get(func) if kind & SPLIT or kind == SHARE else None
         if draw is not None:
-            func = functools.partial(draw, Part(kind, self.rows))
+            func = functools.partial(draw, kind)
         result = func(*args, **kwargs)
         with DisableTorchFunction():
-            if kind & SPLIT and name == "softmax":
-                kind |= SCORES
-            elif kind & SCORES and name not in _ELEMENTWISE:
-                kind -= SCORES
-            changed = args[:1] if name == "__setitem__" else ()
+            changed = args[:1] if call_name(func) == "__setitem__" else ()
             for tensor in tensors_in(result, changed):
                 self.note(tensor, kind)
         return result

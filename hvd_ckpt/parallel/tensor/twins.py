@@ -21,6 +21,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.containers import Arguments
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.measure import silent
+from hvd_ckpt.utils.random_sources import global_sources
 
 SEED = 20091
 NOISE = 0.02  # added to weights, relative to 1 + their absolute value
@@ -189,8 +190,8 @@ def _apart(how: How) -> Iterator[None]:
     """A context with random states of its own, and float64 as the default dtype."""
     devices = [how.device] if how.device.type == "cuda" else []
     with ExitStack() as restored, torch.random.fork_rng(devices=devices):
-        restored.callback(random.setstate, random.getstate())
-        restored.callback(np.random.set_state, np.random.get_state())
+        for source in global_sources():
+            restored.callback(source.restore)
         restored.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.manual_seed(SEED)
         random.seed(SEED)

@@ -11,7 +11,7 @@ import contextvars
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,64 +32,70 @@ Split = Callable[[nn.Module], None]
 T = TypeVar("T")
 
 
-class _Watched(NamedTuple):
-    """A module of a split model; ``verification`` is None once the whole model (of name "") has been verified."""
-
-    verification: Verification | None
-    name: str
-    hook: Any
-
-
-_watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[nn.Module, tuple[Verification, str]] = weakref.WeakKeyDictionary()
 
 
 class Verification:
-    """Compares a split model with the whole one in its first call, and again in its first call in training mode.
+    """Compares a split model with the whole one in its first call, and again in its first call in training mode. After that, only
+    which parameters are frozen.
 
     Args:
-        whole: a copy of the whole model, which shares its weights.
+        whole: a copy of the whole model, which shares its weights; None to compare only what is frozen.
         split: splits a copy of it as the model is split.
     """
 
-    def __init__(self, whole: nn.Module, split: Split) -> None:
-        self._whole, self._split = whole, split
-        self._evaluated: set[str] = set()
+    def __init__(self, whole: nn.Module | None, split: Split) -> None:
+        self.whole, self._split = whole, split
+        self._verified: dict[str, bool] = {}  # by the name of a module, whether in training mode
+        self._hooks: list[Any] = []
         self.is_used = False  # whether a module was called, or a step was taken
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Verifies the first of these modules of the split model that is called; those within it are then verified, too."""
         for name, module in modules.items():
             hook = module.register_forward_pre_hook(_before_call, with_kwargs=True)
-            _watched[module] = _Watched(self, name, hook)
+            _watched[module] = self, name
+            if name:  # what is frozen is compared in each call of the model
+                self._hooks.append(hook)
 
-    def verify(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Verifies a module with these arguments. Collective over the parts.
+    def forget(self) -> None:
+        """Drops the whole weights."""
+        self.whole = None
+        for hook in self._hooks:
+            hook.remove()
 
-        Returns:
-            Whether nothing is left to be verified of the module.
+    def before_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Verifies a module with these arguments, unless that is done. Collective over the parts.
 
         Raises:
             ValueError: values or gradients differ from those of the whole model; raised on all parts.
         """
-        if not module.training and name in self._evaluated:
-            return False
-        self._evaluated.add(name)
+        # What is frozen on one part alone would leave the others in a sum of gradients.
+        if self.whole is None:
+            if name == "" and module.training and torch.is_grad_enabled():
+                _agree_on_frozen(module)
+            return
+        if (known := self._verified.get(name)) or (known is False and not module.training):
+            return
         self.is_used = True
-        _raise_together(_follow(self._whole.get_submodule(name), module))
+        _raise_together(_follow(self.whole.get_submodule(name), module))
         _agree_on_frozen(module)
         # In a thread, which has none of the modes, hooks of saved tensors and autocast of this one.
         with ThreadPoolExecutor(1, "hvd_ckpt.parallel.tensor.verification") as thread:
             run = contextvars.copy_context().run
-            if not thread.submit(run, self._compare, name, Arguments((args, kwargs))).result():
-                return False
+            compared = thread.submit(run, self._compare, self.whole, name, Arguments((args, kwargs))).result()
         # Modules within it have been compared with it.
-        self._evaluated.update(f"{name}.{inner}".strip(".") for inner, _ in module.named_modules())
-        return module.training
+        within = [f"{name}.{inner}".strip(".") for inner, _ in module.named_modules()] if compared else [name]
+        for each in within:
+            self._verified[each] = self._verified.get(each, False) or (compared and module.training)
+        if self._verified.get(""):
+            self.forget()
 
-    def _compare(self, name: str, arguments: Arguments) -> bool:
-        part = self._whole.get_submodule(name)
+    def _compare(self, model: nn.Module, name: str, arguments: Arguments) -> bool:
+        """Whether the module could be compared; raises ValueError on all parts if it differs."""
+        part = model.get_submodule(name)
         device = next((one.device for one in part.parameters()), torch.device("cpu"))
-        if not _fits(self._whole, device):
+        if not _fits(model, device):
             return False
         prints = [int(fingerprint(tensor)) for tensor in arguments.tensors]
         if name == "" and any(other != prints for other in _of_parts(prints)):
@@ -97,90 +103,72 @@ class Verification:
                 "tensor_parallel: the parts of a replica called the model with different arguments; give all parts of a replica "
                 "the same batch, that of hc.rank() of hc.size()"
             )
-        problem, differs = "", True
+        differs, problem = list[bool](), ""
         # Kernels of GPUs draw masks of attention that no other order of computation repeats. In training, what the module does in
         # evaluation is compared as well: later there are no whole weights to compare with.
         for draws in (True, False) if device.type == "cpu" else (False,):
-            is_second = not differs
-            whole = self._whole_pass(name, arguments, draws, device)
-            if whole is None:
-                return is_second
-            twin = prepared(self._whole, whole.how)
-            self._split(twin)
-            try:
-                found = Pass(twin, name, arguments, whole.how, whole)
-            except Exception as error:
-                raise ValueError(
-                    f"tensor_parallel: the split model raises {type(error).__name__} where the whole one does not: {error} "
-                    f"(correct the recipe, or pass verify=False)"
-                ) from error
-            # A module that is called by itself may give what its caller takes from a part.
-            if name and any(_of_parts(found.shapes != whole.shapes)):
-                return is_second
-            before, problem = problem, found.difference(whole)
-            differs = any(_of_parts(bool(problem)))
-            if is_second:
-                problem = problem and f"{problem}, but only in evaluation"
-            elif not differs and not draws:
-                problem = before and f"{before}, but only in training: random numbers or statistics differ"
-            if draws and not differs and not part.training:
-                return True
+            found = self._difference(model, name, arguments, How(True, True, draws, device))
+            if found is None:
+                break
+            differs.append(any(_of_parts(bool(found))))
+            if differs == [True, False]:
+                problem = problem and f"{problem}, but only in training: random numbers or statistics differ"
+            else:
+                problem = found and found + ", but only in evaluation" * (differs == [False, True])
+            if draws and not differs[-1] and not part.training:
+                break
         _raise_together(
             problem
             and f"tensor_parallel: in the split model, {problem}; correct the recipe (row layers take what column layers give, "
             f'attention is "heads", modules that draw random numbers between split layers are "features"), or pass verify=False'
         )
-        return True
+        return bool(differs)
 
-    def _whole_pass(self, name: str, arguments: Arguments, draws: bool, device: torch.device) -> Pass | None:
-        """The pass of the whole model; None if it cannot be computed from the arguments of a module within it."""
-        best: Pass | None = None
-        error: Exception | None = None
-        for double, noise in ((True, True), (True, False), (False, False)):
-            if best is not None and best.is_finite():
-                break
-            how = How(double, noise, draws, device)
-            try:
-                best = Pass(prepared(self._whole, how), name, arguments, how)
-            except Exception as problem:
-                error = problem
-        state = 0 if best is None else 1 + 2 * best.how.double + best.how.noise
-        alike = len(set(_of_parts(state))) == 1
-        if best is None and name == "" and current().part == 0:
-            # It may be written for parts. If the arguments are wrong, the model itself raises an error.
-            run_warnings.warn(
-                f"tensor_parallel does not verify the split model: the whole one raises {error!r}"
-            )
-        return best if alike else None
+    def _difference(self, model: nn.Module, name: str, arguments: Arguments, how: How) -> str | None:
+        """In words, how passes of the split and the whole module differ; None, on all parts, if they cannot be compared."""
+        whole = _whole_pass(model, name, arguments, how)
+        if whole is None:
+            return None
+        twin = prepared(model, whole.how)
+        self._split(twin)
+        try:
+            found = Pass(twin, name, arguments, whole.how, whole)
+        except Exception as error:
+            raise ValueError(
+                f"tensor_parallel: the split model raises {type(error).__name__} where the whole one does not: {error} "
+                f"(correct the recipe, or pass verify=False)"
+            ) from error
+        # A module that is called by itself may give what its caller takes from a part.
+        return None if name and any(_of_parts(found.shapes != whole.shapes)) else found.difference(whole)
+
+
+def _whole_pass(model: nn.Module, name: str, arguments: Arguments, how: How) -> Pass | None:
+    """The pass of the whole model; None if it cannot be computed from the arguments of a module within it."""
+    best: Pass | None = None
+    error: Exception | None = None
+    for double, noise in ((True, True), (True, False), (False, False)):
+        if best is not None and best.is_finite():
+            break
+        how = how._replace(double=double, noise=noise)
+        try:
+            best = Pass(prepared(model, how), name, arguments, how)
+        except Exception as problem:
+            error = problem
+    state = 0 if best is None else 1 + 2 * best.how.double + best.how.noise
+    alike = len(set(_of_parts(state))) == 1
+    if best is None and name == "" and current().part == 0:
+        # It may be written for parts. If the arguments are wrong, the model itself raises an error.
+        run_warnings.warn(f"tensor_parallel does not verify the split model: the whole one raises {error!r}")
+    return best if alike else None
 
 
 @disable_dynamo
 def _before_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    watched = _watched.get(module)  # None for a copy of a model
-    if watched is None or current().alone or is_undisturbed() or current().tensor == 1:
+    verification, name = _watched.get(module, (None, ""))  # None for a copy of a model
+    if verification is None or current().alone or is_undisturbed() or current().tensor == 1:
         return
-    if any(one.is_meta for one in (*Arguments((args, kwargs)).tensors, *module.parameters())):
-        return
-    if watched.verification is None:
-        # What is frozen on one part alone would leave the others in a sum of gradients.
-        if module.training and torch.is_grad_enabled():
-            _agree_on_frozen(module)
-    elif watched.verification.verify(watched.name, module, args, kwargs):
-        _forget(module)
-
-
-def watch_frozen(model: nn.Module) -> None:
-    """Compares only what is frozen, whenever the model is called in training."""
-    _watched[model] = _Watched(None, "", model.register_forward_pre_hook(_before_call, with_kwargs=True))
-
-
-def _forget(module: nn.Module) -> None:
-    for inner in module.modules():
-        watched = _watched.pop(inner, None)
-        if watched is not None and watched.name == "":
-            _watched[inner] = watched._replace(verification=None)
-        elif watched is not None:
-            watched.hook.remove()
+    if not any(one.is_meta for one in (*Arguments((args, kwargs)).tensors, *module.parameters())):
+        verification.before_call(name, module, args, kwargs)
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
@@ -188,22 +176,22 @@ def forget(parameters: Iterable[Tensor]) -> None:
 
     A first step before any call, as of loops that create an optimizer's state, drops nothing.
     """
-    known = set(map(id, parameters)) if _watched else set()
-    for module, (verification, name, _) in list(_watched.items()):
-        # The whole model is watched as long as any of its modules is.
-        if verification and name == "" and any(id(parameter) in known for parameter in module.parameters()):
+    kept = [(one, model) for model, (one, name) in _watched.items() if name == "" and one.whole is not None]
+    known = set(map(id, parameters)) if kept else set()
+    for verification, model in kept:
+        if any(id(parameter) in known for parameter in model.parameters()):
             if verification.is_used:
-                _forget(module)
+                verification.forget()
             verification.is_used = True
 
 
-def verification_of(model: nn.Module, split: Split) -> Verification | None:
-    """The verification of a model that is not split yet; None, with a warning, if it cannot be copied."""
+def copy_of(model: nn.Module) -> nn.Module | None:
+    """A copy of a model that is not split yet; None, with a warning, if it cannot be copied."""
     assigned = [name for name, one in model.named_modules() if "forward" in vars(one)]
     try:
         if assigned:
             raise TypeError(f"the forward of '{assigned[0]}' is a function that was assigned to it")
-        return Verification(twin_of(model), split)
+        return twin_of(model)
     except Exception as error:
         if current().number == 0:
             run_warnings.warn(

@@ -436,6 +436,14 @@ def float16_gradients() -> None:
             scaler.unscale_(optimizer)
 
 
+def weights_that_differ() -> None:
+    """Those of one stage are an error on all."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(model.weight, float(hc.grid().stage == 1 and hc.rank() == 1))
+    with pytest.raises(hc.WeightsDiffer, match="parameter 'weight' differs: rank 1 "):
+        hc.verify(model)
+
+
 def comes_to_grief(case: str) -> None:
     torch.manual_seed(3)
     model = hc.Pipeline(transformer(), chunks=4)
@@ -458,6 +466,8 @@ def comes_to_grief(case: str) -> None:
         with pytest.raises(ValueError, match="different values of 'embedding.tokens.weight'"):
             hc.Pipeline(tied_transformer(), chunks=4)
         torch.manual_seed(hc.grid().stage)
+    if case == "other batch":  # on the last stage, whose targets are used
+        batch = batches(tokens)[hc.grid().stage]
     model.accumulate(batch, loss)
 
 
@@ -503,6 +513,7 @@ def main() -> None:
         if stages > 1:
             copies_of_tied_parameters()
         if hc.size() > 1:
+            weights_that_differ()
             sharded_in_stages()
             if not case:
                 norms_in_stages()

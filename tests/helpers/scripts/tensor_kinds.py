@@ -350,6 +350,9 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hc.tensor_parallel(model, recipe)
+    merged = hc.tensor_parallel(made(dropout=0.3, merged=True).double(), RECIPE)
+    with pytest.raises(ValueError, match="but only in training: random numbers"):
+        merged(x())
 
 
 if __name__ == "__main__":

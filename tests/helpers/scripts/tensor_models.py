@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.models.bert import bert, roberta
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.app.models.gpt2 import gpt2
+from hvd_ckpt.app.models.transformer import bert, gpt2, roberta
 from hvd_ckpt.app.models.xlnet import xlnet
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current

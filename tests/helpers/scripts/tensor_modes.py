@@ -243,6 +243,10 @@ def verified() -> None:
             model(x)
         with pytest.raises(ValueError, match=words):  # still not verified
             model(x)
+    model = hc.tensor_parallel(Between(lambda model, h: h.flip(-1)), recipe).eval()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the result of 'down' differs"):
+            model(x)
     model = hc.tensor_parallel(Between(lambda model, h: h.softmax(-1)), recipe, verify=False)
     assert model(x).shape == x.shape
     whole = Between(lambda model, h: h.tanh())

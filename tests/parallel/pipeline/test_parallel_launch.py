@@ -77,6 +77,7 @@ WAITED = r"rank 0 on host \S+: waited \d+ s for "
         ("mpi", "tensor_grid 1 2 stops", rf"{WAITED}values of part 1 \(rank 1 on host \S+\)"),
         ("gloo", "tensor_grid 1 2 dies", r"part 1 \(rank 1 on host \S+\) has ended"),
         ("gloo", "stages 2 differ", "ValueError.*random states"),
+        ("gloo", "stages 2 other batch", "ValueError.*different batches"),
     ],
 )
 def test_a_stage_or_part_that_hangs_or_ends_is_named(controller: str, job: str, named: str) -> None:
@@ -104,7 +105,7 @@ def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:
     ],
 )
 def test_random_programs(kind: str, ranks: int, parts: int, controller: str, seeds: range) -> None:
-    found = Job(kind, ranks, parts, working(controller), 60.0, False).run(seeds)
+    found = Job(kind, ranks, parts, working(controller), 60.0).run(seeds)
     assert not found.failures and len(found.done) == len(seeds)
 
 

@@ -158,6 +158,19 @@ def test_a_micro_batch_without_terms_adds_nothing_in_earlier_chunks() -> None:
     assert all(one is not None and one.isfinite().all() for one in gradients(pipeline))
 
 
+def test_a_recomputation_with_other_values_names_the_chunk() -> None:
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return (x * self.calls).tanh()
+
+    model = hc.Pipeline(nn.Sequential(nn.Linear(3, 3), Counted()), chunks=1, checkpoint="always")
+    with pytest.raises(hc.RecomputationMismatch, match=r"segment 1 of 1 \(layers 0 to 1: Linear, Counted\)"):
+        model.accumulate((torch.randn(4, 3), torch.randn(4, 3)), F.mse_loss)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model, batch = jobs.transformer(), jobs.tokens(7)
     wrong = [{"balance": balance} for balance in ([3, 4], [7], 6)]
@@ -179,6 +192,12 @@ def test_what_does_not_fit_is_refused() -> None:
             hc.Pipeline(jobs.transformer(), chunks=4).accumulate(given, F.mse_loss)
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         hc.Pipeline(jobs.transformer(), chunks=4).accumulate(batch, None)
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        hc.Pipeline(jobs.transformer(), chunks=4).accumulate(
+            batch, lambda *both: jobs.loss_of(*both).detach()
+        )
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        hc.Pipeline(jobs.transformer(), chunks=4).accumulate(batch, jobs.loss_of)
     linear = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="Linear"):
         hc.seed_blocks(linear)

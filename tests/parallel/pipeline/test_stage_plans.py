@@ -162,7 +162,7 @@ def planner() -> Planner:
     """Whatever this machine measures, no recomputation takes two seconds a block, and each other policy a little longer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "hvd_ckpt.planning.block_runner.BlockRunner.seconds",
+            "hvd_ckpt.planning.kinds.BlockRunner.seconds",
             lambda self, policies, least, least_rounds=3: [
                 2.0 + 0.1 * number for number in range(len(policies))
             ],

@@ -71,6 +71,10 @@ class Engine(ABC):
         """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
         self.rank, self.size = launched_rank() or 0, launched_size()
 
+    def building(self) -> AbstractContextManager[Any]:
+        """The context in which a benchmark builds the model."""
+        return nullcontext()
+
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with.

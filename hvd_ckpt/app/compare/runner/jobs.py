@@ -42,15 +42,11 @@ Event = dict[str, Any]
 
 
 class JobError(Exception):
-    """A job ended without a result of every rank; the message says why in one line."""
+    """A job ended without a result of every rank; the message says why in one line, and ``kind`` is ``error`` or ``hang``."""
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a job has no result: ``kind`` is ``error`` or ``hang``, ``message`` one line."""
-
-    kind: str
-    message: str
+    def __init__(self, message: str, kind: str = "error") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def follow(
     job: RankJob,
     limit: Callable[[Sequence[Event]], float],
     listener: Callable[[Event], object] = lambda event: None,
-) -> tuple[list[Event], Failure | None]:
+) -> tuple[list[Event], JobError | None]:
     """Follows a job to its end, or to a reason to end it; returns all events, and what went wrong.
 
     Args:
@@ -144,7 +140,7 @@ def follow(
         if None not in found or (failing and quiet > GRACE_SECONDS):
             return events, _failure(events, job, status)
         if not failing and quiet > longest:
-            return events, Failure("hang", f"no rank did a step for {longest:.0f} s; {_whereabouts(events)}")
+            return events, JobError(f"no rank did a step for {longest:.0f} s; {_whereabouts(events)}", "hang")
         time.sleep(POLL_SECONDS)
 
 
@@ -153,15 +149,15 @@ def ranks_at(events: Sequence[Event], name: str) -> int:
     return len({event["rank"] for event in events if event["event"] == name})
 
 
-def _failure(events: Sequence[Event], job: RankJob, status: int) -> Failure | None:
+def _failure(events: Sequence[Event], job: RankJob, status: int) -> JobError | None:
     # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
     for event in events:
         if event["event"] == "error":
-            return Failure("error", event["message"])
+            return JobError(event["message"])
     if status:
-        return Failure("error", f"a rank ended with status {status}: {error_line(job.log_file)}")
+        return JobError(f"a rank ended with status {status}: {error_line(job.log_file)}")
     if ranks_at(events, "done") < job.size:
-        return Failure("error", f"the ranks ended before they were done: {error_line(job.log_file)}")
+        return JobError(f"the ranks ended before they were done: {error_line(job.log_file)}")
     return None
 
 
@@ -216,7 +212,7 @@ def run_job(
     with Process(command, job.log_file, variables) as process:
         events, failure = follow(lambda: [process.status], job, lambda events: timeout)
     if failure is not None:
-        raise JobError(f"{failure.message} (log: {job.log_file})")
+        raise JobError(f"{failure} (log: {job.log_file})", failure.kind)
     values = {event["rank"]: event["value"] for event in events if event["event"] == "done"}
     return [TypeAdapter(result).validate_python(values[rank]) for rank in sorted(values)]
 

@@ -17,7 +17,8 @@ import click
 
 from hvd_ckpt.app.cli.command_line import OneLineErrors, console_for_tables, output_folder, progress_bar
 from hvd_ckpt.app.cli.options import options_of, settings_of
-from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
+from hvd_ckpt.app.cli.tables import Table
+from hvd_ckpt.app.compare.runner.report import Report, machine_facts
 from hvd_ckpt.app.compare.runner.settings import BenchSettings
 
 WIDTH = 180  # of tables where the output is not a terminal

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.table
 from pydantic_core import to_json
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.text import Text
 
+from hvd_ckpt.app.cli.tables import Table
 from hvd_ckpt.utils.extras import installed_version, say_no_pictures
 from hvd_ckpt.utils.plain_data import write_text
 
@@ -28,55 +26,6 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "horovod", "transformers")
 PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
 MIB = 1 << 20
-
-
-@dataclass
-class Table:
-    """Rows of text under column titles.
-
-    Attributes:
-        folded: number of leading columns whose entry is not repeated in the terminal while it stays the same; a change in the first
-            column begins a section.
-        style: the rich style of an entry in the terminal.
-        mark: the entry as Markdown.
-    """
-
-    columns: Sequence[str]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    title: str = ""
-    folded: int = 0
-    style: Callable[[str], str] = lambda entry: ""
-    mark: Callable[[str], str] = lambda entry: entry
-
-    def for_terminal(self) -> rich.table.Table:
-        """The table as rich prints it."""
-        table = rich.table.Table(
-            title=self.title or None,
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            collapse_padding=True,
-        )
-        for number, name in enumerate(self.columns):
-            # Numbers, also with quartiles or in parentheses, are aligned right.
-            numbers = any(row[number].lstrip("(-")[:1].isdigit() for row in self.rows)
-            table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
-        before: tuple[str, ...] = ()
-        for row in self.rows:
-            same = 0
-            while same < self.folded and before and row[same] == before[same]:
-                same += 1
-            if self.folded and before and same == 0:
-                table.add_section()
-            table.add_row(*(Text(entry, self.style(entry)) for entry in ("",) * same + row[same:]))
-            before = row
-        return table
-
-    def markdown(self) -> list[str]:
-        """The table as lines of Markdown."""
-        lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
-        lines += ["| " + " | ".join(map(self.mark, row)) + " |" for row in self.rows]
-        return [f"## {self.title}", "", *lines] if self.title else lines
 
 
 Form = str | Callable[[Any], str]
@@ -112,12 +61,7 @@ def table_of(columns: Sequence[Column], cases: Iterable[Any], title: str = "", f
     """The table of all cases."""
     shown = [column for column in columns if column.title]
     rows = [tuple(column.entry(case) for column in shown) for case in cases]
-    return Table([column.title for column in shown], rows, title, folded)
-
-
-def results_of(columns: Iterable[Column], cases: Iterable[Any]) -> list[dict[str, Any]]:
-    """All values of all cases for programs."""
-    return [{column.key: column.of(case) for column in columns if column.key} for case in cases]
+    return Table([column.title for column in shown], rows, title, folded=folded)
 
 
 def in_mib(form: str = ".1f") -> Callable[[float], str]:
@@ -227,10 +171,3 @@ def machine_facts() -> dict[str, str]:
         "versions": ", ".join(versions),
         "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
     }
-
-
-def device_name(kind: str) -> str:
-    """The kind of device in words, for a report."""
-    import torch
-
-    return "CPU" if kind == "cpu" else torch.cuda.get_device_name()

@@ -15,6 +15,7 @@ from horovod.torch.mpi_ops import Average
 
 from hvd_ckpt.collectives.exchange import Exchange
 from hvd_ckpt.collectives.formats import sum_dtype
+from hvd_ckpt.distributed.tree import TREE, Leaves, TreeCommunicator
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.flags import ControlFlags
@@ -24,7 +25,6 @@ from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
-from hvd_ckpt.sharding.tree import TREE, Leaves, TreeCommunicator
 
 
 class ComputesReplicas(Machine):
@@ -158,9 +158,6 @@ class ShardReplicaReducer(ComputesReplicas, ShardReducer):
         how = HowReduced(TREE, Average, replicas=replicas)
         super().__init__(replicas, Leaves(), layout, exchange, how, None)
 
-    def set_passes(self, passes: int) -> None:
-        """Does nothing: all passes of a step are one round."""
-
     def begin_replica(self) -> None:
         # A new step begins: what the last one has left in shards, and its placeholders, are dropped.
         if not self._computed:
@@ -174,8 +171,7 @@ class ShardReplicaReducer(ComputesReplicas, ShardReducer):
 
     def _has_more(self, index: int) -> bool:
         aside = index in self._leaves.indices
-        was_sent = index in self._rounds and self._gradients[index].state is not DROPPED
-        return super()._has_more(index) or (aside and not was_sent)
+        return super()._has_more(index) or (aside and not self._gradients[index].is_away)
 
     def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
         left = {index for index in group.indices if self._gradients[index].state is not DROPPED}

@@ -14,8 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives import rows
-from hvd_ckpt.distributed import extension
-from hvd_ckpt.sharding import tree
+from hvd_ckpt.distributed import extension, tree
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -95,6 +94,22 @@ def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
     assert int(model[1].num_batches_tracked) == 0
     optimizer.replicas.average_buffers()
     assert int(model[1].num_batches_tracked) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+def test_buffers_that_have_no_mean_become_those_of_the_first_replica(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", torch.zeros(3, dtype=dtype))
+    optimizer = make(model, replicas=4)
+    first = torch.tensor(1 + 2j if dtype.is_complex else 1).to(dtype)
+    for replica in optimizer.local_replicas():
+        with replica:
+            model(torch.ones(1, 2)).sum().backward()
+            model.kept.fill_(first if replica.index == 0 else 0)
+            model.kept[1] = 1
+    optimizer.step()
+    optimizer.replicas.average_buffers()
+    assert model.kept.tolist() == [first.item(), 1, first.item()]
 
 
 def test_each_step_draws_new_numbers_however_replicas_are_iterated() -> None:

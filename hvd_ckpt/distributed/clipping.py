@@ -15,11 +15,15 @@ from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
+from hvd_ckpt.utils.torch_private import foreach_norm
 
 
 def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients of a ``DistributedOptimizer``, sharded or not. Call it before ``step()``.
 
@@ -30,7 +34,7 @@ def clip_grad_norm_(
     Args:
         parameters: parameters of the model, one parameter, or an optimizer: all of its parameters. One that is given twice, such as
             a tied weight of two modules, counts and is scaled twice, as in torch.
-        max_norm, norm_type, error_if_nonfinite: as in torch; ``max_norm`` must be the same on every rank.
+        max_norm, norm_type, error_if_nonfinite, foreach: as in torch; ``max_norm`` must be the same on every rank.
 
     Returns:
         The norm of all gradients together before clipping, in the dtype that torch gives it. It is the same on every rank.
@@ -63,7 +67,7 @@ def clip_grad_norm_(
     if split is None:
         clip = _clip_whole if whole_model.is_split() else torch.nn.utils.clip_grad_norm_
         try:
-            norm = clip(chosen, max_norm, norm_type, error_if_nonfinite)
+            norm = clip(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
         except NotImplementedError as error:
             if not any(one.grad is not None and one.grad.is_sparse for one in chosen):
                 raise
@@ -78,25 +82,24 @@ def clip_grad_norm_(
     total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type))
     dtypes = split.dtypes
     if not isinstance(total, torch.Tensor):
-        # A stage without gradients has -1.
-        own = torch.tensor([-1.0 if total is None else total], dtype=torch.float64)
-        norms, dtypes = whole_model.over_stages(own, dtypes)
-        there = norms[~(norms < 0)]
+        norms, dtypes = whole_model.over_stages(total, dtypes)  # None of a stage without gradients
+        there = torch.tensor([norm for norm in norms if norm is not None], dtype=torch.float64)
         joined = (
             there.sum() if norm_type == 0 or len(there) < 2 else torch.linalg.vector_norm(there, norm_type)
         )
         total = float(joined)
     result = torch.as_tensor(total, dtype=_norm_dtype(dtypes))
     _check_finite(result, norm_type, error_if_nonfinite)
-    if isinstance(total, torch.Tensor):
-        torch.nn.utils.clip_grads_with_norm_(split.as_given(), max_norm, total)
-    else:
-        split.clip(float(max_norm), total)
+    split.clip(float(max_norm), torch.as_tensor(total, dtype=None if as_whole else torch.float64), foreach)
     return result
 
 
 def _clip_whole(
-    chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    chosen: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
 ) -> torch.Tensor:
     """Clips whole gradients by the norm of a model of which this process has a part."""
     norms, dtypes = whole_model.gradient_norms(chosen, norm_type)
@@ -104,7 +107,7 @@ def _clip_whole(
     norms = norms.to(_norm_dtype(dtypes))
     total = torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.new_zeros(())
     _check_finite(total, norm_type, error_if_nonfinite)
-    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total, foreach)
     return total
 
 
@@ -224,18 +227,11 @@ class SplitGradients:
         total: torch.Tensor = torch.linalg.vector_norm(in_order, order)
         return total
 
-    def as_given(self) -> list[torch.Tensor]:
-        """The pieces, each as often as its parameter was given."""
-        return [piece.parameter for piece in self.pieces for _ in range(self._times[piece.index])]
-
-    def clip(self, max_norm: float, total: float) -> None:
-        """Scales them as torch does for that norm of all gradients."""
-        # A nan must reach the gradients, as in torch; what min() makes of one depends on the order of its arguments.
-        coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
+    def clip(self, max_norm: float, total: torch.Tensor, foreach: bool | None) -> None:
+        """Scales them as torch does for that norm of all gradients, each as often as its parameter was given."""
         for turn in range(max(self._times.values(), default=0)):
-            scaled = [_gradient(piece) for piece in self.pieces if self._times[piece.index] > turn]
-            if scaled:
-                foreach_mul_(scaled, coefficient)
+            pieces = [piece.parameter for piece in self.pieces if self._times[piece.index] > turn]
+            torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, total, foreach)
 
 
 def _gradient(piece: Piece) -> torch.Tensor:

@@ -1,0 +1,54 @@
+"""Random masks of a call in bits, which its replay gets back in place of drawing them again.
+
+On the CPU, a dropout draws a random number for each element, which takes longer than all else that the call does, and longer than
+the rest of an attention that drops out. The outcome is one bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_ckpt.recompute.saved import Compressed, compress
+from hvd_ckpt.utils.torch_private import TorchDispatchMode
+
+_DRAW = torch.ops.aten.bernoulli_.float
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the masks that operations draw in it.
+
+    Attributes:
+        masks: in order.
+        complete: whether no other random numbers were drawn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks: list[Compressed] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            mask = compress(result) if func is _DRAW else None
+            if mask is None:
+                self.complete = False
+            else:
+                self.masks.append(mask)
+        return result
+
+
+class Repeating(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the operations in it recorded masks, in order, in place of drawing some."""
+
+    def __init__(self, masks: Sequence[Compressed]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._masks = iter(masks)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DRAW:
+            return args[0].copy_(next(self._masks).get())
+        return func(*args, **(kwargs or {}))
