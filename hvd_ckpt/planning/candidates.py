@@ -142,23 +142,27 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
 def candidates(trace: Trace, limit: int = 8) -> list[CheckpointPolicy]:
     """Policies that are worth measuring, "keep" first.
 
-    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress.
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. The set that keeps
+    least is also there with its replay broken in two, and with random masks that are drawn again.
     """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
-    sets = [(dropped, frozenset[int]()) for dropped in chosen]
+    sets = [(dropped, frozenset[int](), False) for dropped in chosen]
     smallest = min(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds))
-    sets += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
+    least = [frozenset[int](), *_breaks(trace, parts, smallest)]
+    sets += [(smallest, breaks, False) for breaks in least[1:]]
+    if any(trace.calls[number].masks for number in smallest):
+        sets += [(smallest, breaks, True) for breaks in least]
     policies = [KEEP]
     keep = pool[frozenset()].kept
-    for dropped, breaks in sets:
+    for dropped, breaks, redraw in sets:
         held = {
             place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner
         }
         saves = sum(trace.compressible.get(place, 0) for place in held)
         for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
-            policy = Policy(trace.names, dropped, breaks, compress)
+            policy = Policy(trace.names, dropped, breaks, compress, redraw)
             if dropped or compress:
                 policies.append(CheckpointPolicy(_title(trace, policy), policy))
     return policies
@@ -258,6 +262,8 @@ def _title(trace: Trace, policy: Policy) -> str:
         words.append("in two parts")
     if policy.compress:
         words.append("compress")
+    if policy.redraw:
+        words.append("draw again")
     return ", ".join(words)
 
 

@@ -34,6 +34,7 @@ class TracedCall:
         results: for each result, the number of the memory that it lies in. Several results may lie in one.
         saved: numbers of the results that autograd saves for any call.
         inner: for each inner tensor that autograd saves, the number of its memory.
+        masks: bytes of the random masks that it draws, as bits.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TracedCall:
     results: list[int] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     inner: list[int] = field(default_factory=list)
+    masks: int = field(default=0, repr=False)
 
 
 @dataclass
@@ -140,6 +142,7 @@ class _RecordingTape(Tape):
                 return place, is_new
 
             traced.droppable = True
+            traced.masks = sum(mask.payload.nbytes for mask in call.masks)
             traced.reads = [(reference.call.number, reference.output) for reference in call.references]
             inputs = {memory_of(tensor) for tensor in tensors_in(args, kwargs)} - {None}
             for output, tensor in enumerate(tensors_in(result)):

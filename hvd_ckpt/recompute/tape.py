@@ -70,13 +70,16 @@ class Policy:
         dropped: numbers of the calls whose results are dropped.
         breaks: dropped calls that end a group. The calls that depend on their results are replayed apart from the calls that they
             depend on, which takes less memory and more time.
-        compress: keep masks as bits (:mod:`hvd_ckpt.recompute.saved`).
+        compress: keep masks of kept calls as bits (:mod:`hvd_ckpt.recompute.saved`).
+        redraw: draw the random masks of dropped calls again, in place of keeping them as bits (:mod:`hvd_ckpt.recompute.masks`),
+            which takes less memory and more time.
     """
 
     calls: tuple[str, ...]
     dropped: frozenset[int]
     breaks: frozenset[int] = frozenset()
     compress: bool = False
+    redraw: bool = False
 
     @property
     def acts(self) -> bool:
@@ -267,7 +270,8 @@ class Tape(TorchFunctionMode):
                 self._environment = running.call.environment
                 self._begin(running.call)
         outer, self._running = self._running, running
-        recording = Recording() if running.call is not None and draws(func) else None
+        records = running.call is not None and not self._policy.redraw and draws(func)
+        recording = Recording() if records else None
         try:
             with recording or nullcontext():
                 result = func(*args, **kwargs)

@@ -116,9 +116,10 @@ def test_stages_recompute_where_memory_is_short() -> None:
 
 
 def test_what_is_offloaded_takes_no_memory_of_a_stage() -> None:
-    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 4).parameters())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
     scales = [
-        _param_scale(optimizer, Config("gpt-tiny", shard=shard, ema=0.9))
+        _param_scale(model, optimizer, Config("gpt-tiny", shard=shard, ema=0.9))
         for shard in ("parameters", "parameters,offload=optimizer", "parameters,offload=parameters")
     ]
     assert scales == [5.0, 3.0, 1.0]

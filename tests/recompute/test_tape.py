@@ -14,9 +14,10 @@ import pytest
 import torch
 from call_names import names_of_calls
 from same import assert_same
-from selective import checkpointed, drop_all, on_cpu, selectively, some
+from selective import checkpointed, drop_all, held, on_cpu, selectively, some
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_ckpt as hc
 from hvd_ckpt.recompute.tape import Policy, Tape, run_selectively
@@ -275,3 +276,81 @@ def test_two_forward_passes_of_a_block_that_writes_buffers_before_a_backward_pas
 
     for ours, theirs in zip(gradients(True), gradients(False)):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.inner(x).chunk(3, -1)
+        y = F.scaled_dot_product_attention(queries, keys, values, dropout_p=0.3)
+        return F.alpha_dropout(F.dropout(y, 0.2), 0.2)
+
+
+class Draws(TorchDispatchMode):
+    """Counts the elements that are drawn, in every mode and pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.elements += result.numel() if func is torch.ops.aten.bernoulli_.float else 0
+        return result
+
+
+@pytest.mark.parametrize("redraw", [False, True])
+def test_masks_of_dropped_calls_are_drawn_once_or_again(redraw: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 64, 8)
+    policy = drop_all(model, x, redraw=redraw)
+
+    def outcome(run: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        with Draws() as draws:
+            y = run(x)
+            forward = draws.elements
+            y.square().sum().backward()
+        drawn = [forward, draws.elements - forward]
+        return [y.detach(), *(parameter.grad for parameter in model.parameters()), torch.rand(3)], drawn
+
+    expected, (forward, backward) = outcome(model)
+    seen, drawn = outcome(lambda x: run_selectively(model, (x,), {}, policy))
+    assert_same(seen, expected)
+    assert forward > 0 == backward and drawn == [forward, forward if redraw else 0]
+
+
+def test_masks_in_bits_take_a_bit_of_memory_for_each_element() -> None:
+    def block(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.2)
+
+    x = torch.randn(1000, 1000, requires_grad=True)
+    drawn_again, in_bits = (
+        held(functools.partial(selectively(drop_all(block, x, redraw=redraw)), block), x)
+        for redraw in (True, False)
+    )
+    assert abs(in_bits - drawn_again - x.numel() // 8) < 10_000
+
+
+@pytest.mark.parametrize("function", [F.rrelu, F.gumbel_softmax, torch.bernoulli, torch.normal])
+def test_other_random_numbers_of_dropped_calls_are_drawn_again(function: Callable[..., Tensor]) -> None:
+    def block(x: Tensor) -> Tensor:
+        if function is F.rrelu:
+            return F.rrelu(x, training=True) * x
+        if function is torch.normal:
+            return torch.normal(x.sigmoid(), x.sigmoid()) * x
+        return function(x.sigmoid()) * x
+
+    x = torch.randn(64, 8, requires_grad=True)
+
+    def outcome(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(1)
+        y = run(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x), torch.rand(3)]
+
+    policy = drop_all(block, x)
+    assert_same(outcome(lambda x: run_selectively(block, (x,), {}, policy)), outcome(block))
