@@ -142,8 +142,8 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
 def candidates(trace: Trace, limit: int = 8) -> list[CheckpointPolicy]:
     """Policies that are worth measuring, "keep" first.
 
-    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. The set that keeps
-    least is also there with its replay broken in two, and with random masks that are drawn again.
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. The set that
+    keeps least is also there with its replay broken in two, and with random masks that are drawn again.
     """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
