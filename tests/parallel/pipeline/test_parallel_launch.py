@@ -124,7 +124,7 @@ def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
     first += f" --data text:{data} --output {folder}"
     resumed = f"train --resume {folder} --tensor=1 --steps=6"
     for ranks, command, told in (
-        (2, first, "1 x 2 (replicas x parts of a layer)"),
+        (2, first, "tensor 2"),
         (1, resumed, "after 6 steps"),
     ):
         status, output = run_ranks(ranks, COMMAND, *command.split(), controller="gloo")
