@@ -10,6 +10,7 @@ it say where, if it is there more often. Prints the faults that nothing finds, a
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -70,7 +71,7 @@ def outcome(fault: Fault, copy: Path, environment: dict[str, str]) -> str:
     text = file.read_text()
     if (wrong := planted(fault, text)) is None:
         return f"its lines are not in {fault.file}, or more than once"
-    file.write_text(wrong)
+    _write(file, wrong)
     try:
         words = shlex.split(fault.command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
         words = [sys.executable if word == "python" else word for word in words]
@@ -80,11 +81,17 @@ def outcome(fault: Fault, copy: Path, environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         return f"the tests did not end within {SECONDS:g} seconds"
     finally:
-        file.write_text(text)
+        _write(file, text)
     if done.returncode and re.search(r"^FAILED |\n\S+::test_\S+\n|\b\d+ failed", done.stdout + done.stderr):
         return "found"
     said = (done.stdout + done.stderr).strip().splitlines()
     return f"nothing finds it: {said[-1] if said else 'no output'}"
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+    # Python takes byte code for that of a file of the same size and second.
+    Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def main(names: Sequence[str]) -> int:
