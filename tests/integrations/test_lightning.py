@@ -382,6 +382,26 @@ def test_a_hook_on_one_rank_alone() -> None:
     hc.verify(module)
 
 
+class PlainSGD(Regression):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+
+def test_gradients_that_a_hook_replaces_on_one_rank_are_averaged_again() -> None:
+    class Doubles(pl.Callback):
+        def on_after_backward(self, trainer, module):
+            module.last.weight.grad = module.last.weight.grad * 2
+
+    changes = []
+    for callbacks in ([], [Doubles()] if hc.rank() == 0 else []):
+        module = PlainSGD()
+        start = hc.broadcast(module.last.weight.detach(), 0)
+        fitted(module, callbacks=callbacks, max_steps=1)
+        hc.verify(module)
+        changes.append(module.last.weight.detach() - start)
+    torch.testing.assert_close(changes[1], changes[0] * 1.5)
+
+
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_clipping_by_value_limits_an_infinite_gradient(shard: str) -> None:
     class Infinite(Regression):
