@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, tensors_in
 from hvd_ckpt.recompute.keeper import memory_of
+from hvd_ckpt.recompute.masks import Recording
 from hvd_ckpt.recompute.replay import Call, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
@@ -28,7 +29,7 @@ class TracedCall:
 
     Attributes:
         name: name of the function.
-        seconds: duration of the call.
+        seconds: duration of the call, without the drawing of its ``masks``.
         droppable: whether its results can be dropped. If not, the fields below are empty.
         reads: (call, result) for each argument that is a dropped result of the block.
         results: for each result, the number of the memory that it lies in. Several results may lie in one.
@@ -104,13 +105,14 @@ class _RecordingTape(Tape):
         self._trace = Trace([], [])
         self._noted: dict[int, Call] = {}
         self._pending: list[Tensor] = []
+        self._drawing = 0.0
         self._places: dict[tuple[int, int], int] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A result in the memory of an earlier dropped result (a view, or a change in place) gets the place of that result, so that
         # the two are dropped together. Any other result or inner tensor gets a new place with the bytes of its memory.
         number = self._count
-        self._pending = []
+        self._pending, self._drawing = [], 0.0
         sources = {
             memory_of(tensor): tag
             for tensor in tensors_in(args, kwargs)
@@ -123,7 +125,7 @@ class _RecordingTape(Tape):
             # The call has returned no tensor, so it has no number, and the next call gets this one.
             self._noted.pop(number, None)
             return result
-        traced = TracedCall(call_name(func), seconds)
+        traced = TracedCall(call_name(func), seconds - self._drawing)
         self._trace.calls.append(traced)
         call = self._noted.get(number)
         # The tape fills these in only if the results can be dropped (`Tape._record`).
@@ -167,6 +169,10 @@ class _RecordingTape(Tape):
 
     def _begin(self, call: Call) -> None:
         self._noted[call.number] = call
+
+    def _end(self, call: Call, recording: Recording | None) -> None:
+        super()._end(call, recording)
+        self._drawing = recording.seconds if recording is not None and recording.complete else 0.0
 
     def pack(self, tensor: Tensor) -> Any:
         call = None if self._running is None else self._running.call

@@ -6,6 +6,7 @@ the rest of an attention that drops out. The outcome is one bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,21 +24,26 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         masks: in order.
         complete: whether no other random numbers were drawn.
+        seconds: time that the host spent on drawing them, which a replay does not need.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks: list[Compressed] = []
         self.complete = True
+        self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            mask = compress(result) if func is _DRAW else None
-            if mask is None:
-                self.complete = False
-            else:
-                self.masks.append(mask)
+        mask = compress(result) if func is _DRAW else None
+        if mask is None:
+            self.complete = False
+        else:
+            self.masks.append(mask)
+            self.seconds += time.perf_counter() - start
         return result
 
 

@@ -281,7 +281,7 @@ class Tape(TorchFunctionMode):
         for finish in running.after or ():
             finish()
         if running.call is not None:
-            running.call.ran(recording, self.keeper)
+            self._end(running.call, recording)
             if not outputs:
                 running.call.keep(running.inner or ())
         if outputs:
@@ -298,6 +298,10 @@ class Tape(TorchFunctionMode):
 
     def _begin(self, call: Call) -> None:
         """Called before a droppable call runs; for subclasses (``planning.trace``)."""
+
+    def _end(self, call: Call, recording: Recording | None) -> None:
+        """Called when a dropped call has run."""
+        call.ran(recording, self.keeper)
 
     def _drops(self, number: int, name: str) -> bool:
         return number in self._dropped and self._expected(number, name)
