@@ -11,6 +11,6 @@ tensors        values in files, and copies of tensors
 reader         reading of ranges, with size and hash of each file
 fits           schemas of plain values, and whether a snapshot fits model and optimizer
 export         whole weights in one file
-convert        snapshots of the earlier version
+convert        snapshots of earlier versions
 lock           one run at a time in a folder
 """

@@ -214,7 +214,7 @@ def complete(
                     raise _not_shared(f"rank {rank} on host {manifest.host} wrote '{path}', and {seen}")
         whole = Manifest(
             format="hvd_ckpt snapshot",
-            version=2,
+            version=3,
             step=step,
             ranks=len(ranks),
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

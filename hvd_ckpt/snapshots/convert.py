@@ -1,7 +1,8 @@
-"""Conversion of a snapshot of the earlier version, in which each kind of state had a form of its own, into one of ranges.
+"""Conversion of a snapshot of an earlier version.
 
-The weights were in ``model.safetensors`` (whole) or ``weights-N.safetensors`` (shards), the optimizer's state in ``replicated.pt``
-(whole) or ``shard-N.pt`` (shards).
+In version 1, each kind of state had a form of its own: the weights were in ``model.safetensors`` (whole) or
+``weights-N.safetensors`` (shards), the optimizer's state in ``replicated.pt`` (whole) or ``shard-N.pt`` (shards). Version 2 has the
+tensors of this one, and other plain values.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hvd_ckpt.snapshots.schema import (
     TensorMetadata,
     document_of,
     rank_file,
+    tensors_file,
 )
 from hvd_ckpt.snapshots.tensors import TensorFile
 from hvd_ckpt.utils.schema import Wrong
@@ -42,21 +44,24 @@ WHOLE: dict[str, Any] = {"stage": 0, "parameters": {}, "optimizer": None, "weigh
 
 
 def convert(old: Path, folder: Path) -> Path:
-    """Writes a snapshot of the earlier version as one of this version into a folder, such as RUN/snapshots; returns its path.
-    Raises SnapshotError if it is damaged or not of the earlier version, or cannot be written."""
+    """Writes a snapshot of an earlier version as one of this version into a folder, such as RUN/snapshots; returns its path.
+    Raises SnapshotError if it is damaged or not of an earlier version, or cannot be written."""
     with naming(old):
         manifest = document_of((old / MANIFEST).read_bytes())
-        if manifest.get("version") != 1:
-            raise Wrong("it is not of the earlier version: use it as it is")
+        if manifest.get("version") not in (1, 2):
+            raise Wrong("it is not of an earlier version: use it as it is")
         try:
             place = folder / name_of(manifest["step"])
-            files = {file: FileEntry(**entry) for file, entry in manifest["files"].items()}
-            states = _states(Snapshot(old, Manifest.model_construct(files=files)), manifest)
+            if manifest["version"] == 2:
+                states = _states(Snapshot(old, Manifest.of({**manifest, "version": 3})))
+            else:
+                files = {file: FileEntry(**entry) for file, entry in manifest["files"].items()}
+                states = _states_of_1(Snapshot(old, Manifest.model_construct(files=files)), manifest)
         except SnapshotError:
             raise
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise Wrong(f"it is not what the earlier version writes ({reason})") from None
+            raise Wrong(f"it is not what an earlier version writes ({reason})") from None
     temporary = folder / temporary_name(manifest["step"])
     try:
         make_folder(temporary)
@@ -70,8 +75,46 @@ def convert(old: Path, folder: Path) -> Path:
     return place
 
 
-def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
-    """What the ranks would save now."""
+def _states(old: Snapshot) -> list[SavedState]:
+    """What the ranks would save now, of version 2."""
+    manifest, replicated = old.manifest, old.replicated
+    owns = [old.state(rank_file(rank)) for rank in range(manifest.ranks)]
+    _bring_up_to_date(replicated, owns, manifest.layout)
+    states = []
+    for rank, own in enumerate(owns):
+        file = TensorFile(old.verified(tensors_file(rank)))
+        ranges = [
+            Range(name, *edges, manifest.tensors[name], file.read(name))
+            for name, edges in manifest.ranges[rank].items()
+        ]
+        states.append(SavedState(replicated, own, ranges, manifest.aliases, manifest.layout))
+    return states
+
+
+def _bring_up_to_date(replicated: dict[str, Any], owns: Sequence[dict[str, Any]], layout: Layout) -> None:
+    """Changes the plain values of all ranks from those of versions 1 and 2."""
+    if any(own["local"] is not None for own in owns):
+        raise Wrong(
+            "it is of local SGD, where ranks have weights of their own: end that run by the earlier version"
+        )
+    if replicated["ema"] is not None:
+        replicated["ema"] = replicated["ema"]["n_averaged"]
+    replicated |= {"scheduler": None, "loop": {}, **replicated}
+    position = replicated.pop("loader", None)  # in the data, of all ranks
+    replicas = len(owns) // (layout.pipeline_stages * layout.tensor)
+    # Of a run of hvd-ckpt train; the stages and parts of a replica have counted alike.
+    logged = [
+        row for own in owns[: replicas * layout.tensor : layout.tensor] for row in own.get("logged", ())
+    ]
+    if replicated.get("logged") is None and any("logged" in own for own in owns):
+        replicated["logged"] = logged
+    for own in owns:
+        own.pop("logged", None)
+        own["loader"] = own.get("loader") or position
+
+
+def _states_of_1(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
+    """What the ranks would save now, of version 1."""
     ranks, sharding = manifest["ranks"], manifest["sharding"] or WHOLE
     stages = sharding.get("pipeline_stages", 1)
     if sharding.get("tensor", 1) > 1:
@@ -101,21 +144,14 @@ def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
 
     replicated = old.replicated
     optimizer, ema = replicated.pop("optimizer"), replicated["ema"] or {"averages": {}}
-    if replicated["ema"] is not None:
-        replicated["ema"] = ema["n_averaged"]
-    position = replicated.pop("loader", None)  # in the data, of all ranks
-    replicated = {"scheduler": None, "loop": {}, **replicated}
     for name in ("epoch", "epoch_start"):  # of streams of samples, which no run has any more
         replicated.get("progress", {}).pop(name, None)
     layout = Layout(stage=sharding["stage"], pipeline_stages=stages)
-    states, logged = list[SavedState](), list[Any]()  # the latter of a run of hvd-ckpt train
-    for rank in range(ranks):
-        own, ranges = old.state(rank_file(rank)), weights if rank == 0 else list[Range]()
-        own["loader"] = own.get("loader") or position
-        if own["local"] is not None:
-            raise Wrong(
-                "it is of local SGD, where ranks have weights of their own: end that run by the earlier version"
-            )
+    owns = [old.state(rank_file(rank)) for rank in range(ranks)]
+    _bring_up_to_date(replicated, owns, layout)
+    states = []
+    for rank, own in enumerate(owns):
+        ranges = weights if rank == 0 else list[Range]()
         if sharding["weights"] is not None:
             shards = TensorFile(old.verified(f"weights-{rank:05d}.safetensors"))
             for piece in pieces_of("weights", rank):
@@ -141,11 +177,8 @@ def _states(old: Snapshot, manifest: Mapping[str, Any]) -> list[SavedState]:
                 ranges += ranges_of(found, piece)
             bare = {key: value for key, value in state.items() if key not in ("master_weights", "averages")}
             own["optimizer"] = plain_values(bare, plain)
-        logged += own.pop("logged", [])
         buffers = own.pop("buffers").items()
         ranges += [Range.of(f"buffers@{rank % (ranks // stages)}/{name}", buffer) for name, buffer in buffers]
         states.append(SavedState(replicated, own, ranges, manifest["aliases"], layout))
     replicated["options"] = options_of(optimizer["param_groups"])
-    if logged:  # of the parts of a batch, which all stages have counted alike
-        replicated.setdefault("logged", logged[: len(logged) // stages])
     return states

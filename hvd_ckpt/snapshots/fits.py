@@ -132,20 +132,22 @@ def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Opti
     names and shapes. :func:`check_state` has passed the snapshot; in a pipeline stage, the model has the weights of its blocks."""
     names = ModelTensors(model, optimizer)
     with snapshot.comparing():
-        _check_tensors(snapshot, names, own_buffers(snapshot, model))
+        _check_tensors(snapshot, names, own_buffers(snapshot, model), dict(model.named_buffers()))
         _check_groups(snapshot, names)
         _check_optimizer(snapshot, names, optimizer)
 
 
-def _check_tensors(snapshot: Snapshot, names: ModelTensors, own: Mapping[str, Tensor]) -> None:
+def _check_tensors(
+    snapshot: Snapshot, names: ModelTensors, own: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> None:
     """What is missing is found where it is read."""
     here = {name: names.place(tensor)[0] for name, tensor in names.tensors.items()}
     for stored, there in snapshot.manifest.tensors.items():
         kind, _, name = stored.partition("/")
         if stored in own:
             known: TensorMetadata | None = Range.of(stored, own[stored]).whole
-        elif "@" in kind:  # another rank's
-            continue
+        elif "@" in kind and (kind != snapshot.own_buffers or name in buffers):
+            continue  # another rank's, or cut into other parts
         else:
             known = here.get(names.aliases.get(name, name))
         if known is None and (names.in_stages or name.rpartition(".")[2] == EXTRA):

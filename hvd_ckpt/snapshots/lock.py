@@ -68,7 +68,10 @@ class FolderLock:
         """The file, open and locked."""
         while True:
             with contextlib.ExitStack() as opened:
-                file = opened.enter_context(open(self._path, "a+", opener=_open))
+                try:
+                    file = opened.enter_context(open(self._path, "a+", opener=_open))
+                except PermissionError:  # of another user, which can be locked as well
+                    file = opened.enter_context(open(self._path, opener=_open))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -79,7 +82,9 @@ class FolderLock:
                 except OSError:  # a file system without locks
                     pass
                 with contextlib.suppress(FileNotFoundError):  # of an owner that has removed it meanwhile
-                    if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    if not file.writable():
+                        self._path.unlink()
+                    elif os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                         opened.pop_all()
                         return file
 

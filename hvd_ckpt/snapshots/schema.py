@@ -234,7 +234,7 @@ class Manifest(Strict):
     """
 
     format: Literal["hvd_ckpt snapshot"]
-    version: Literal[2]
+    version: Literal[3]
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     time: str
@@ -305,8 +305,13 @@ class Manifest(Strict):
     def parse(cls, content: bytes) -> Manifest:
         """The manifest in the content of its file. Raises Wrong if it is not one, or damaged."""
         document = document_of(content)
-        if document.get("version") == 1:
+        if document.get("version") in (1, 2):
             raise Wrong("an earlier version wrote it: convert it with 'hvd-ckpt export --convert OLD NEW'")
+        return cls.of(document)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Manifest:
+        """The manifest of a document, without its own hash. Raises Wrong if it is not one."""
         return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
 
     def encode(self) -> bytes:

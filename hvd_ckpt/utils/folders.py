@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -10,21 +11,21 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The folder for files that are kept between runs: ``$XDG_CACHE_HOME/hvd_ckpt`` or ``~/.cache/hvd_ckpt``.
+    """The folder for files that are kept between runs: ``$XDG_CACHE_HOME/hvd_ckpt`` or ``~/.cache/hvd_ckpt``, or the same in the
+    Python environment, where that cannot be written.
 
     Raises:
-        OSError: it is not writable. The message is one sentence.
+        OSError: neither is writable. The message is one sentence.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        folder = Path(base).expanduser() / "hvd_ckpt"
-        make_writable(folder)
-    except (OSError, RuntimeError) as error:  # no HOME, and no entry in the password file
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            f"{base} cannot be used ({reason}): name a folder that can be written with XDG_CACHE_HOME"
-        ) from None
-    return folder
+    reasons = []
+    for base in (os.environ.get("XDG_CACHE_HOME") or "~/.cache", f"{sys.prefix}/.cache"):
+        try:
+            folder = Path(base).expanduser() / "hvd_ckpt"
+            make_writable(folder)
+            return folder
+        except (OSError, RuntimeError) as error:  # no HOME, and no entry in the password file
+            reasons.append(f"{base} cannot be used ({getattr(error, 'strerror', None) or error})")
+    raise OSError(f"{'; '.join(reasons)}: name a folder that can be written with XDG_CACHE_HOME")
 
 
 def make_writable(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of the earlier version: refused with the way out, and converted."""
+"""Snapshots of earlier versions: refused with the way out, and converted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from snapshot_files import read_snapshot, sign
+from same import assert_same
+from snapshot_files import read_snapshot, sign, state_of_run, write
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
@@ -97,7 +98,7 @@ def test_a_whole_snapshot(tmp_path: Path) -> None:
     write_old(tmp_path, files, None, 1)
     check(tmp_path, model, optimizer, 0)
     result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "new"), str(tmp_path / "newer")])
-    assert result.exit_code == 2 and "it is not of the earlier version" in result.output
+    assert result.exit_code == 2 and "it is not of an earlier version" in result.output
     result = CliRunner().invoke(main, ["export", "--convert", "n" * 300, str(tmp_path / "newer")])
     assert result.exit_code == 2 and "nnn/manifest.json': File name too long" in result.output
     write_old(tmp_path / "local", {**files, "rank-00000.pt": {**own, "local": {}}}, None, 1)
@@ -116,7 +117,7 @@ def test_a_whole_snapshot(tmp_path: Path) -> None:
         ({"sharding": {"parameters": {}, "tensor": 2}}, "it is of tensor parallelism"),
     ],
 )
-def test_what_the_earlier_version_does_not_write_is_refused_in_one_line(
+def test_what_version_1_does_not_write_is_refused_in_one_line(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     model, optimizer = trained()
@@ -161,3 +162,37 @@ def test_shards_of_two_ranks(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
     result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "old"), str(tmp_path / "again")])
     assert result.exit_code == 2 and "shard-00001.pt" in result.output and result.output.count("\n") == 1
+
+
+def as_in_version_2(path: Path, position: Any, **logged: Any) -> Path:
+    """Makes a snapshot of one rank that which version 2 would have written; returns its run."""
+    for name in ("replicated.pt", "rank-00000.pt"):
+        values = torch.load(path / name)
+        if name == "replicated.pt":
+            del values["scheduler"], values["loop"], values["logged"]
+            values |= {"ema": {"n_averaged": 4}, "loader": position, **logged}
+        else:
+            values |= {"loader": None} if logged else {"loader": None, "logged": [(3.5, 2.0)]}
+        torch.save(values, path / name)
+    sign(path, version=2)
+    with pytest.raises(SnapshotError, match="earlier version wrote it.*hvd-ckpt export --convert OLD NEW"):
+        read_snapshot(path)
+    return path.parents[1]
+
+
+@pytest.mark.parametrize("logged", [{}, {"logged": [(3.5, 2.0)]}], ids=["of each rank", "of all"])
+def test_a_snapshot_of_version_2_has_the_same_tensors(tmp_path: Path, logged: dict[str, Any]) -> None:
+    replicated, per_rank, weights, ranges = state_of_run()
+    path = write(tmp_path / "old" / "snapshots", 7, replicated, per_rank, weights, ranges)
+    before = read_snapshot(path, 0)
+    names = before.manifest.tensors
+    wanted = [before.manifest.all_of(name) for name in names]
+    tensors = [tensor.clone() for tensor in before.read(wanted)]
+    run = as_in_version_2(path, {"position": 5}, **logged)
+    result = CliRunner().invoke(main, ["export", "--convert", str(run), str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    found = read_snapshot(tmp_path / "new" / "snapshots" / path.name, 0)
+    assert found.manifest.tensors == names and found.manifest.aliases == before.manifest.aliases
+    assert_same([*found.read(wanted)], tensors)
+    assert_same(found.replicated, {**before.replicated, "ema": 4})
+    assert found.per_rank["loader"] == {"position": 5} and found.per_rank.keys() == before.per_rank.keys()

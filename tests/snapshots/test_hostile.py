@@ -117,6 +117,20 @@ def test_a_buffer_that_was_cut_into_other_parts_stays(tmp_path: Path) -> None:
                 check_fits(snapshot, model, optimizer)
 
 
+@pytest.mark.parametrize("here", ["other", None])
+def test_a_buffer_of_this_rank_that_the_model_has_not_is_of_another_model(
+    tmp_path: Path, here: str | None
+) -> None:
+    replicated, per_rank, weights, ranges = state_of_run()
+    slopes = Range.of("buffers@0/slopes", torch.zeros(2))
+    snapshot = open_snapshot(write(tmp_path, 2, replicated, per_rank, weights, [*ranges, slopes]))
+    model, optimizer = model_and_optimizer()
+    if here is not None:
+        model.register_buffer(here, torch.zeros(2), persistent=False)
+    with pytest.raises(SnapshotError, match='buffers@0 has "slopes": the snapshot is of another model'):
+        check_fits(snapshot, model, optimizer)
+
+
 def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in (
         ("OMP_NUM_THREADS", "x"),

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,28 @@ def test_a_damaged_lock_is_taken_over(tmp_path: Path, content: str) -> None:
     with pytest.raises(SnapshotError, match="in use by another process"):
         FolderLock(tmp_path)
     del held
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone can become another user")
+def test_a_run_of_another_user_is_refused_until_it_has_ended() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        held = FolderLock(folder)
+        (folder / LOCK_FILE).chmod(0o644)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(SnapshotError, match=f"in use by process {os.getpid()} on"):
+                FolderLock(folder)
+            held.release()
+            os.seteuid(0)
+            (folder / LOCK_FILE).write_text("of a process that has died")
+            os.seteuid(65534)
+            own = FolderLock(folder)
+            assert (folder / LOCK_FILE).stat().st_uid == 65534
+            own.release()
+        finally:
+            os.seteuid(0)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def test_shard_may_be_a_number() -> None:
         "optimizer,offload=optimizer,folder=/a disk, or two",
     ):
         assert str(Config("gpt-tiny", shard=options).shard) == options
+    data = Config("gpt-tiny", data="tokens:/a,year=2020/b,month=1.bin,vocabulary=5").data
+    assert (data.source, data.vocabulary) == ("tokens:/a,year=2020/b,month=1.bin", 5)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ class Tokens:
             # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
             self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
         except OSError as error:
-            raise ValueError(f"cannot use '{error.filename or path}': {error.strerror or error}") from None
+            if error.strerror is None:  # a sentence
+                raise ValueError(str(error)) from None
+            raise ValueError(f"cannot use '{error.filename or path}': {error.strerror}") from None
 
     boundary: int | None = None
 

@@ -89,9 +89,11 @@ class WithOptions(Strict):
         if not given:
             return values
         _text(given)
-        for part in re.split(r",(?=\s*\w+=)", given):  # not within [3,4]
+        # Of KIND:PATH, a path may have any characters.
+        names = "|".join(cls.model_fields) if ":" in given.partition("=")[0] else r"\w+"
+        for part in re.split(rf",(?=\s*(?:{names})=)", given):  # not within [3,4]
             name, equals, text = part.partition("=")
-            if not values and (not equals or ":" in name):  # of KIND:PATH, a path may have any characters
+            if not values and (not equals or ":" in name):
                 name, text = next(iter(cls.model_fields)), part
             if name.strip() not in cls.model_fields:
                 raise ValueError(unknown("option", name.strip(), [*cls.model_fields]))

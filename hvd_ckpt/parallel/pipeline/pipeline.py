@@ -43,7 +43,7 @@ from hvd_ckpt.processes.whole_model import number_parameters
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.sequential import CheckpointSequential, places_of
 from hvd_ckpt.utils.cuts import cut_of, mark
-from hvd_ckpt.utils.fingerprint import fingerprint
+from hvd_ckpt.utils.fingerprint import fingerprint, fingerprints
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
 from hvd_ckpt.utils.unmaterialized import check_shapes
@@ -310,8 +310,10 @@ class Pipeline(nn.Module):
         self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
         if stages == 1:
             return keys
-        prints = [[int(fingerprint(one)) for one in tensors_in(others)] for _, *others in micro_batches]
-        facts = {"numbers of micro-batches": len(keys), "batches": prints, "random states": keys}
+        prints = fingerprints([one for _, *others in micro_batches for one in tensors_in(others)])
+        # The host waits for the device once.
+        batches = torch.stack([one.to(prints[0].device) for one in prints]).tolist() if prints else []
+        facts = {"numbers of micro-batches": len(keys), "batches": batches, "random states": keys}
         if self._grid.stage == 0:
             for stage in range(1, stages):
                 self._transport.send(facts, self._grid.process(stage), STEP_TAG)

@@ -176,10 +176,13 @@ def forget(parameters: Iterable[Tensor]) -> None:
 
     A first step before any call, as of loops that create an optimizer's state, drops nothing.
     """
-    kept = [(one, model) for model, (one, name) in _watched.items() if name == "" and one.whole is not None]
+    kept: dict[Verification, list[nn.Module]] = {}
+    for module, (verification, _) in _watched.items():  # blocks may be all that is left of a model
+        if verification.whole is not None:
+            kept.setdefault(verification, []).append(module)
     known = set(map(id, parameters)) if kept else set()
-    for verification, model in kept:
-        if any(id(parameter) in known for parameter in model.parameters()):
+    for verification, modules in kept.items():
+        if any(id(parameter) in known for module in modules for parameter in module.parameters()):
             if verification.is_used:
                 verification.forget()
             verification.is_used = True

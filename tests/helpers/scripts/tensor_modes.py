@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import pickle
 import weakref
@@ -35,6 +36,7 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.parallel.tensor.copies import check_copies
+from hvd_ckpt.parallel.tensor.verification import _watched
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.partition import _pack
 from hvd_ckpt.utils.cuts import cut_of
@@ -277,6 +279,24 @@ def frozen_later() -> None:
             model(tokens)
 
 
+def blocks_alone() -> None:
+    """The blocks of a model that is gone, as of a pipeline, keep no whole weights after two steps."""
+    model = split()
+    whole = weakref.ref(_watched[model][0].whole)
+    assert whole() is not None
+    optimizer, blocks = optimizer_of(model), [*model]
+    del model
+    for _ in range(2):
+        x, _, _ = batch_of("gpt", 0)
+        for block in blocks:
+            x = block(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert whole() is None
+
+
 def without_positions() -> None:
     """A model that is split with sequence=True leaves others their partitioned activations."""
     hc.tensor_parallel(made(), sequence=True)
@@ -378,7 +398,7 @@ def patched(layer: nn.Module) -> nn.Module:
 if __name__ == "__main__":
     cases = (
         partitioned, clipped, overflow, head, half, copies, refused, vocabulary, verified, frozen_later, without_positions,
-        whole_states,
+        whole_states, blocks_alone,
     )  # fmt: skip
     in_sequence = (positions, clipped, overflow, half)
     run({case.__name__: case for case in (in_sequence if SEQUENCE else cases)})
