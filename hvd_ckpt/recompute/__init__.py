@@ -23,7 +23,7 @@ Single calls, dropped and replayed:
     replay         runs dropped calls again
     keeper         tensors that are kept for that
     saved          masks in bits
-    masks          random masks of dropped calls, which a replay does not draw again
+    masks          random masks of dropped calls, so that a replay need not draw them again
 
 Verification, and heads of language models:
 

@@ -106,7 +106,9 @@ def is_custom(func: Callable[..., Any]) -> bool:
 @functools.cache
 def draws(func: Callable[..., Any]) -> bool:
     """Whether the function calls an operator of PyTorch that may draw random numbers by its schema."""
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(func))
+    return not is_custom(func) and any(
+        torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(func)
+    )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Random masks of a call in bits, which its replay gets back in place of drawing them again.
+"""Random masks of a call in bits, which its replay gets back in place of drawing them again, unless a policy says otherwise.
 
 On the CPU, a dropout draws a random number for each element, which takes longer than all else that the call does, and longer than
 the rest of an attention that drops out. The outcome is one bit.
@@ -52,7 +52,8 @@ class Repeating(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, masks: Sequence[Compressed]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._masks = iter(masks)
+        # What other hooks keep is unpacked here: that may recompute a region, which does not work in a dispatch mode.
+        self._masks = iter([mask.unpacked() for mask in masks])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DRAW:

@@ -81,8 +81,9 @@ class Chained:
 class Region:
     """One checkpointed call of ``function``, as a function of the tensors among its arguments.
 
-    Both variants of checkpoint call it for the first pass and again for each recomputation. They save the tensors with the graph,
-    and raise an error if one of them was changed in place since. Containers are made again for each recomputation.
+    Both variants of checkpoint call it for the first pass. For each recomputation, the non-reentrant one calls it again, and the
+    reentrant one calls :meth:`recompute` with inputs of its own. They save the tensors with the graph, and raise an error if one of
+    them was changed in place since. Containers are made again for each recomputation.
 
     Args:
         function: it can reach what ``reached`` lists.

@@ -9,6 +9,7 @@ faster than tensor operations, which write each intermediate result to memory. O
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,15 @@ class Compressed:
     @torch.no_grad()
     def get(self) -> torch.Tensor:
         """The tensor with its dtype, shape and values, in new memory; with its strides if it was dense, else contiguous."""
-        payload = self.payload if isinstance(self.payload, torch.Tensor) else self.payload.get()
-        flat = _unpack(payload, self.shape.numel(), self.pattern, self.dtype)
+        flat = _unpack(self.unpacked().payload, self.shape.numel(), self.pattern, self.dtype)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return flat.view(self.shape).permute(inverse)
+
+    def unpacked(self) -> Compressed:
+        """The same with the bits themselves, where other hooks have packed them."""
+        if isinstance(self.payload, torch.Tensor):
+            return self
+        return dataclasses.replace(self, payload=self.payload.get())
 
 
 @torch.no_grad()

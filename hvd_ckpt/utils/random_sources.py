@@ -1,4 +1,4 @@
-"""Sources of random numbers in Python and NumPy, and generators of any kind, with their states."""
+"""Sources of random numbers in PyTorch, NumPy and Python, and generators of any kind, with their states."""
 
 from __future__ import annotations
 

@@ -26,13 +26,14 @@ def random_chain(rng: random.Random, blocks: int, choices: int, joined: float) -
             (rng.randint(0, 20) / 4, rng.randint(0, 20), rng.randint(0, 24), rng.randint(0, 30))
             for _ in range(choices)
         ]
-        return block(
+        made = block(
             *ways,
             output=rng.randint(0, 10),
             forward=rng.randint(0, 8) / 4,
             working=rng.randint(0, 20),
             joins=rng.random() < joined,
         )
+        return dataclasses.replace(made, frame=rng.choice((0, 6)))
 
     return [one() for _ in range(blocks)]
 
@@ -100,6 +101,9 @@ def test_simulate_by_hand():
     nested = ((Run(0, 0),), Run(1, 0))
     assert simulate(chain, [nested, Run(2, 0)]) == (2 + 12, 9.0 + 2.5 + 1.0)
     assert bottleneck(chain, [nested, Run(2, 0)]) == 1
+    # The first pass of the inner segment runs again while the gradient of the outer one waits.
+    busy = [dataclasses.replace(chain[0], forward_working=40), *chain[1:]]
+    assert simulate(busy, [nested, Run(2, 0)])[0] == 40 + 3
     # What is held counts where the peaks of a choice say less.
     assert simulate([block((1.0, 9, 4, 4), joins=False)], [Run(0, 0)])[0] == 9
     # A segment holds its frame from its first pass to the end of its backward pass.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ways import EVERY_KIND, VARIANTS, WAYS, plainly, reentrant
 
 from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.frames import remembered
 
 KINDS = ("non-reentrant", "reentrant", "CheckpointFunction")
@@ -363,6 +364,32 @@ def test_a_parameter_that_is_not_listed_gets_its_gradient():
     module = nn.Linear(4, 3)
     CheckpointFunction.apply(module, 1, torch.randn(2, 4), module.weight).sum().backward()
     assert torch.equal(module.bias.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_listed_parameter_that_is_changed_or_frozen_before_the_backward_pass(mode):
+    class Holder:
+        def __init__(self):
+            self.inner = type("Inner", (), {"weight": nn.Parameter(torch.randn(2))})()
+
+    x, holder = torch.randn(2, requires_grad=True), Holder()
+    weight = holder.inner.weight
+
+    def run():
+        return CheckpointFunction.apply(lambda one: one * holder.inner.weight.exp(), 1, x, weight).sum()
+
+    with verifying(mode):
+        y = run()
+        weight.requires_grad_(False)
+        y.backward()
+        assert_same((weight.grad, weight.requires_grad, x.grad), (None, False, weight.exp()))
+        weight.requires_grad_()
+        for _ in range(2):
+            y = run()
+            with torch.no_grad():
+                weight.add_(1)
+            with pytest.raises(RuntimeError, match="'CheckpointFunction' needs .* by an inplace operation"):
+                y.backward()
 
 
 @pytest.mark.parametrize("nested", [False, True])

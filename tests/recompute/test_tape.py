@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -334,6 +335,52 @@ def test_masks_in_bits_take_a_bit_of_memory_for_each_element() -> None:
         for redraw in (True, False)
     )
     assert abs(in_bits - drawn_again - x.numel() // 8) < 10_000
+
+
+def test_a_mask_that_is_drawn_into_a_new_tensor_within_a_region() -> None:
+    """As stochastic depth draws it: nothing of the region was unpacked before the mask."""
+
+    def block(x: Tensor) -> Tensor:
+        noise = torch.empty(x.shape).bernoulli_(0.5)
+        return x.sin() * noise.div_(0.5)
+
+    def outcome(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x = torch.randn(64, 40, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        torch.manual_seed(1)
+        y = run(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x), torch.rand(3)]
+
+    policy = drop_all(block, torch.randn(64, 40))
+    for mode in ("always", "never"):
+        with verifying(mode):
+            seen = outcome(lambda x: hc.checkpoint(lambda x: run_selectively(block, (x,), {}, policy), x))
+            assert_same(seen, outcome(block))
+
+
+@pytest.fixture
+def drawing_operator() -> Iterator[Callable[[Tensor], Tensor]]:
+    """A custom operator whose decomposition draws no random numbers of PyTorch."""
+    library = torch.library.Library("hvd_ckpt_test", "FRAGMENT")
+    tags = (torch.Tag.nondeterministic_seeded,)
+    library.define("scaled(Tensor x) -> Tensor", tags=tags)
+    library.impl("scaled", lambda x: x.sin() * random.random(), "CompositeImplicitAutograd")
+    yield torch.ops.hvd_ckpt_test.scaled
+    library._destroy()
+
+
+def test_a_custom_operator_draws_the_same_numbers_of_python_again(drawing_operator: Any) -> None:
+    def block(x: Tensor) -> Tensor:
+        return drawing_operator(x).exp() * 2
+
+    def outcome(run: Callable[[Tensor], Tensor]) -> list[Any]:
+        x = torch.arange(6.0).requires_grad_()
+        random.seed(1)
+        y = run(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x), random.random()]
+
+    policy = drop_all(block, torch.arange(6.0))
+    with verifying("never"):
+        assert_same(outcome(lambda x: run_selectively(block, (x,), {}, policy)), outcome(block))
 
 
 @pytest.mark.parametrize("function", [F.rrelu, F.gumbel_softmax, torch.bernoulli, torch.normal])
