@@ -301,7 +301,7 @@ class Suite:
 
         conditions = [condition(name) for name in ("workload", "np", "controller", *self.axes)]
         timed = any(row.seconds for row in rows)
-        ms = Column("step ms", lambda row: row.step, _in_ms, key="step_seconds", missing="failed")
+        ms = Column("step ms", lambda row: row.step or row.failure, _in_ms, missing="not measured")
         against = {
             title: base for title, base in self.against.items() if callable(base) or base in settings.engines
         }
@@ -309,6 +309,7 @@ class Suite:
             *conditions,
             Column("engine", lambda row: row.case.engine.rpartition(":")[2]),
             Column("", lambda row: row.case.engine, key="engine"),
+            *([Column("", lambda row: row.step, key="step_seconds")] if timed else []),
             Column("", lambda row: row.seconds, key="rounds"),
             *([ms] if timed else []),
             *(compared(title, base) for title, base in against.items()),
@@ -347,8 +348,9 @@ def _sizes(text: str | None) -> dict[str, Any] | None:
     return {name: parsed(value) for name, _, value in pairs} or None
 
 
-def _in_ms(seconds: Quartiles) -> str:
-    return f"{seconds.times(1000):.1f}"
+def _in_ms(found: Quartiles | str) -> str:
+    """The time of a step; ``found`` may say why there is none."""
+    return "failed" if isinstance(found, str) else f"{found.times(1000):.1f}"
 
 
 def _two_digits(value: Any) -> str:
