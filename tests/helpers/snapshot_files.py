@@ -106,7 +106,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], l
         "loop": {},
     }
     reduction = {
-        "version": 3,
+        "version": 2,
         "order": names[::-1],
         "sparse": {},
         "densified": {},

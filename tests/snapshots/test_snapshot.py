@@ -228,7 +228,7 @@ def test_manifest_values_are_checked(folder: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     evil = {name.replace("replicated.pt", "../replicated.pt"): one for name, one in manifest["files"].items()}
     for changes, says in [
-        ({"version": 3}, "version is 3"),
+        ({"version": 4}, "version is 4"),
         ({"format": "a plan"}, '"format": "hvd_ckpt snapshot"'),
         ({"more": 1}, "more is not a known key"),
         ({"step": 2.0}, "step is 2.0"),
