@@ -22,7 +22,7 @@ from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
 from hvd_ckpt.recompute.reach import is_transformed
 from hvd_ckpt.recompute.sequential import places_of
-from hvd_ckpt.utils.torch_private import is_compiled
+from hvd_ckpt.utils.torch_private import disable_dynamo, is_compiled
 
 _LEAVES_WITH_WEIGHTS = 2  # number of leaf modules with weights in one block of consecutive leaf modules
 
@@ -47,6 +47,9 @@ class FoundBlock:
     kwargs: dict[str, Any] | None = None
     like: int = -1
     obstacle: str | None = None
+
+    def __str__(self) -> str:
+        return f"block '{self.members[0]}'"
 
     @property
     def compiled(self) -> bool:
@@ -82,6 +85,7 @@ def find_blocks(
     called: dict[str, FoundBlock] = {}
     signatures: dict[Any, int] = {}
 
+    @disable_dynamo
     def before(block: FoundBlock, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = block.members[0]
         calls[key] = calls.get(key, 0) + 1

@@ -35,7 +35,7 @@ class TracedCall:
         results: for each result, the number of the memory that it lies in. Several results may lie in one.
         saved: numbers of the results that autograd saves for any call.
         inner: for each inner tensor that autograd saves, the number of its memory.
-        masks: bytes of the random masks that it draws, as bits.
+        masks: whether random masks are all that it draws.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TracedCall:
     results: list[int] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     inner: list[int] = field(default_factory=list)
-    masks: int = field(default=0, repr=False)
+    masks: bool = False
 
 
 @dataclass
@@ -144,7 +144,7 @@ class _RecordingTape(Tape):
                 return place, is_new
 
             traced.droppable = True
-            traced.masks = sum(mask.payload.nbytes for mask in call.masks)
+            traced.masks = bool(call.masks)
             traced.reads = [(reference.call.number, reference.output) for reference in call.references]
             inputs = {memory_of(tensor) for tensor in tensors_in(args, kwargs)} - {None}
             for output, tensor in enumerate(tensors_in(result)):

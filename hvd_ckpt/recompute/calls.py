@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,6 +46,26 @@ UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
 
 
 _PLAIN = {bool, float, int, str, type(None)}
+_CONSTANTS = (
+    bool, int, float, complex, str, bytes, type(None), type(...), type, enum.Enum, np.generic, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value is made of tensors, in nested lists, tuples and dicts, and of constants.
+
+    Of other values, nobody knows whether they change (an array, a generator), have tensors, or run code (a function).
+    """
+    if type(value) in _PLAIN or isinstance(value, (Tensor, _CONSTANTS)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(map(is_known, value))
+    if isinstance(value, dict):
+        return all(map(is_known, value.values()))
+    if isinstance(value, slice):
+        return all(isinstance(edge, _CONSTANTS) for edge in (value.start, value.stop, value.step))
+    return False
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -176,11 +198,17 @@ def _updates_statistics(func: Callable[..., Any]) -> bool:
 
 def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The running statistics that a call updates, and so does not read."""
+    statistics = running_statistics(func, args, kwargs)
+    usual = kwargs.get("training", kwargs.get("use_input_stats", func is functional.instance_norm))
+    return statistics if statistics and (args[5] if len(args) > 5 else usual) else []
+
+
+def running_statistics(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The running statistics among the arguments of a call."""
     if not _updates_statistics(func):
         return []
     first = 1 if func in (functional.batch_norm, functional.instance_norm) else 3
-    usual = kwargs.get("training", kwargs.get("use_input_stats", func is functional.instance_norm))
-    if not (args[5] if len(args) > 5 else usual):
-        return []
     statistics = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     return [tensor for tensor in statistics if isinstance(tensor, Tensor)]

@@ -48,6 +48,7 @@ class Keeper:
         key: tuple[Any, ...] = (len(self._slots),)
         if memory_of(tensor) is not None:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
+            key += tensor.is_conj(), tensor.is_neg(), type(tensor)
         # Tensors that are the same view of the same memory at the same version share a slot, and are saved once.
         slot = self._slots.get(key)
         if slot is None or slot.elsewhere(tensor):

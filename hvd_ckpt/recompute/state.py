@@ -7,7 +7,8 @@ changes each time the code runs:
 - the training flags of the modules;
 - which parameters and other tensors require gradients (a parameter may be frozen for the forward pass alone);
 - the tensors that are parameters and buffers of the modules;
-- those that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
+- those that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`);
+- small buffers that were written after it.
 
 The settings and modes around it are those of :mod:`.environment`.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
+from hvd_ckpt.recompute.written import Copied, Namespace, Written, namespaces_of
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.random_sources import Source, drawing_from, global_sources, source_of, torch_sources
 from hvd_ckpt.utils.torch_private import DisableTorchFunction
@@ -115,6 +116,7 @@ class ForwardState:
         self._random: list[Source] = []
         self._spaces: list[Namespace] | None = None  # while the pass is running
         self._written: list[Written] = []
+        self._copied: list[Copied] = []
         self.lost: list[str] = []
         """Names of written tensors whose earlier values are unknown."""
         self.initialized = False
@@ -147,6 +149,7 @@ class ForwardState:
             yield
         finally:
             self.note_written()
+            self._copied = [copied for space in self._spaces for copied in space.copied()]
             self._spaces = None
             # A source from which the pass has drawn nothing is not drawn from again either, so it need not be restored.
             self._random = always + [source for source in others if source.moved()]
@@ -190,9 +193,11 @@ class ForwardState:
                 flags = [*flags, *(flag for _, flag in alive)]
             restore.enter_context(requiring_grad(tensors, flags))
             restore.enter_context(drawing_from(self._random))
-            if self._written:
+            with DisableTorchFunction():
+                changed = [copied.written() for copied in self._copied if copied.is_changed()]
+            if self._written or changed:
                 scratch: dict[int, Tensor] = {}
                 with aside():
-                    for written in self._written:
+                    for written in (*self._written, *changed):
                         restore.callback(written.give(scratch))
             yield

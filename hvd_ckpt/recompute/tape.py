@@ -11,9 +11,10 @@ A replay runs torch functions only: no module code, no hooks, no side effects. A
 module runs once. The graph is the one that autograd built in the forward pass, so each parameter's gradient accumulates once.
 
 Some results cannot be dropped. These are results of custom autograd functions and of compiled functions, which the tape does not
-see, of functions in :data:`.calls.UNREPEATABLE`, of calls that are given a generator, and of calls that change a tensor in place
-and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023) also keep some tensors of a block and
-recompute others. They trace the model into a graph and run the graph in its place.
+see, of functions in :data:`.calls.UNREPEATABLE`, of calls that are given something else than tensors and constants (a generator, an
+array, a function), and of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate
+(Zhao et al., 2023) also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in
+its place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,7 +40,9 @@ from hvd_ckpt.recompute.calls import (
     changes_nothing,
     depends_on_arguments_alone,
     draws,
+    is_known,
     map_tensors,
+    running_statistics,
     statistics_of,
     tensors_in,
 )
@@ -56,8 +58,6 @@ from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.torch_private import disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
-_CHANGING = (torch.Generator, np.ndarray, bytearray, memoryview)
-"""Arguments that may have changed when a call is replayed, and whose memory a result may share."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def run_selectively(
     if (
         not policy.acts
         or not torch.is_grad_enabled()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         or keeps_everything()
         or any(
             isinstance(mode, Tape) and mode.depth == depth()
@@ -318,7 +319,7 @@ class Tape(TorchFunctionMode):
         lies in memory that dropped calls have allocated.
         """
         func, args, kwargs = running.func, running.args, running.kwargs
-        if func in UNREPEATABLE or any(isinstance(value, _CHANGING) for value in (*args, *kwargs.values())):
+        if func in UNREPEATABLE or not is_known(args) or not is_known(kwargs):
             return False
         changed = changed_by(func, args, kwargs) if running.may_change else []
         if not changed:
@@ -334,13 +335,15 @@ class Tape(TorchFunctionMode):
         return tag
 
     def _protect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copies kept arguments of dropped calls that the next call is going to change in place."""
+        """Copies kept arguments of dropped calls that the next call is going to change in place, or past their version counters."""
         if func in UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
-        for tensor in changed_by(func, args, kwargs):
+        for tensor in (*changed_by(func, args, kwargs), *statistics_of(func, args, kwargs)):
+            self._copy_stored(memory_of(tensor) or 0)
+        # Running statistics that are read here may be updated in the next pass.
+        for tensor in (*changed_by(func, args, kwargs), *running_statistics(func, args, kwargs)):
             memory = memory_of(tensor) or 0
-            self._copy_stored(memory)
             if memory and tensor.nbytes <= SMALL_BYTES and not tensor.requires_grad:
                 self._written[memory] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 

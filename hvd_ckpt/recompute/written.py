@@ -9,7 +9,8 @@ afterwards, whatever the recomputation raises. So nothing is written twice, and 
 Parameters are leaves whose gradients are accumulated, so only their values are exchanged.
 
 Batch norms write their statistics past the version counters; their count of batches tells
-(:func:`hvd_ckpt.batchnorm.deferred.statistics_version`). Passes that learn compare values, and so find other writes of this kind.
+(:func:`hvd_ckpt.batchnorm.deferred.statistics_version`). Passes that learn compare values, and so find other writes of this kind;
+of small buffers of modules that are not PyTorch's, all passes do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -170,12 +171,13 @@ class Namespace:
                 continue
             if is_absent(value):
                 continue
-            stamp = self._stamp(key, value)
+            stamp = self.stamp(key, value)
             self.tensors.append((key, value, stamp))
             if stamp is not _LAZY and self._is_copied(key, value):
-                self.copies[key] = _copy(None if learn else module, key, value, stamp)
+                shared = None if learn or (module is not None and _may_write(module)) else module
+                self.copies[key] = _copy(shared, key, value, stamp)
 
-    def _stamp(self, key: str, value: Tensor) -> Any:
+    def stamp(self, key: str, value: Tensor) -> Any:
         """A value that differs before and after a write: usually the version of the tensor."""
         # Three tensors have another stamp: lazy ones; those that were seen to be written past their version counter, which count as
         # written in each pass; and running statistics, by the count of batches.
@@ -215,11 +217,21 @@ class Namespace:
             if new is not old and isinstance(new, Tensor) and not isinstance(old, Tensor):
                 yield Written(self._name(key), self.space, key, old)
 
+    def copied(self) -> list[Copied]:
+        """The buffers, and the tensors that no module has, which have copies and were not written since they were noted."""
+        if self.kind not in ("_buffers", "scripted", "tensors"):
+            return []
+        return [
+            Copied(self, key, tensor, stamp)
+            for key, tensor, stamp in self.tensors
+            if key in self.copies and self.space.get(key) is tensor and self.stamp(key, tensor) == stamp
+        ]
+
     def _changed(self, key: str, tensor: Tensor, stamp: Any) -> bool:
         """Whether a tensor was changed in place since it was noted."""
-        if stamp != self._stamp(key, tensor):
+        if stamp != self.stamp(key, tensor):
             return True
-        compared = self.learn or self.module is None
+        compared = self.learn or self.module is None or _may_write(self.module)
         if compared and key in self.copies and not _same_bits(self.copies[key], tensor):
             if self.module is not None:
                 _unseen.setdefault(self.module, set()).add(key)
@@ -248,8 +260,28 @@ class Namespace:
         return key if self.module is None else f"{type(self.module).__name__}.{key}"
 
 
+class Copied(NamedTuple):
+    """A tensor that a first pass has not written, and that has a copy in its namespace, in case something else writes it."""
+
+    namespace: Namespace
+    key: str
+    tensor: Tensor
+    stamp: Any
+
+    def is_changed(self) -> bool:
+        """Whether it was written since the first pass."""
+        return bool(self.namespace.stamp(self.key, self.tensor) != self.stamp)
+
+    def written(self) -> Written:
+        """The description of it as of a tensor that the pass has written."""
+        in_place = self.namespace.kind != "_buffers"
+        copy = self.namespace.copies[self.key]
+        return Written(self.key, self.namespace.space, self.key, self.tensor, copy, in_place)
+
+
 def _may_write(module: nn.Module) -> bool:
-    """Whether a forward pass may write parameters of its module. Those of PyTorch write none, but for ``max_norm``."""
+    """Whether a forward pass may write parameters of its module, or buffers past their version counters. Those of PyTorch do not,
+    but for ``max_norm`` and running statistics, whose versions are known."""
     return getattr(module, "max_norm", None) is not None or not type(module).__module__.startswith("torch.")
 
 

@@ -82,7 +82,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     by_index: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
-        is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+        is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
         if is_dense and tensor.dtype in _WORDS and 0 < tensor.nbytes <= 4 * ROW:
             words = tensor.detach().view(-1).view(torch.int32)
             together.setdefault(tensor.device, []).append((index, words))

@@ -269,3 +269,48 @@ def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
     assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.linear.weight.grad is None and block.norm.weight.grad is not None
     assert x.grad is not None
+
+
+class Shifted(nn.Module):
+    """Adds a buffer, which others write, or which it writes past the version counter after some passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(4))
+        self.passes = 0
+
+    def forward(self, x):
+        y = (x + self.shift).exp()
+        if self.passes > 1:
+            self.shift.data.mul_(0.5).add_(x.detach().mean(0))
+        return y
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_buffer_that_is_written_after_the_first_pass_has_its_earlier_values(norm):
+    module = nn.BatchNorm1d(4).eval() if norm else Shifted()
+    x = torch.randn(3, 4).requires_grad_()
+    expected = torch.autograd.grad(module(x).sum(), x)
+    checkpoint(module, x).sum().backward()  # verified
+    y = checkpoint(module, x).sum()
+    if norm:
+        module.train()
+        module(2 * x)
+    else:
+        module.shift.add_(1)
+    now = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    assert_same(torch.autograd.grad(y, x), expected)
+    assert_same(dict(module.named_buffers()), now)
+
+
+def test_a_buffer_that_later_passes_write_past_its_version_counter():
+    def outcome(run):
+        torch.manual_seed(0)
+        module, losses = Shifted(), []
+        x = torch.randn(3, 4).requires_grad_()
+        for module.passes in range(5):
+            losses.append(run(module, x).sum())
+            losses[-1].backward()
+        return [x.grad, module.shift, *(loss.detach() for loss in losses)]
+
+    assert_same(outcome(checkpoint), outcome(lambda module, x: module(x)))

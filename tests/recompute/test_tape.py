@@ -3,6 +3,7 @@ depend on more than their arguments; results: test_odd_blocks.py."""
 
 from __future__ import annotations
 
+import array
 import contextlib
 import copy
 import functools
@@ -11,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from call_names import names_of_calls
@@ -401,3 +403,75 @@ def test_other_random_numbers_of_dropped_calls_are_drawn_again(function: Callabl
 
     policy = drop_all(block, x)
     assert_same(outcome(lambda x: run_selectively(block, (x,), {}, policy)), outcome(block))
+
+
+class Reads(nn.Module):
+    """Its calls are given values in which a tape does not see tensors, and which change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.order = np.arange(8)
+        self.register_buffer("crop", torch.tensor([0, 4]))
+        self.edges = array.array("i", [0, 4])
+
+    def of_array(self, h: Tensor) -> Tensor:
+        return h[:, self.order]
+
+    def of_slice(self, h: Tensor) -> Tensor:
+        return h[:, self.crop[0] : self.crop[1]]
+
+    def of_function(self, h: Tensor) -> Tensor:
+        self.calls = 0
+
+        def distance(one: Tensor, other: Tensor) -> Tensor:
+            self.calls += 1
+            return (one - other).square().sum(-1)
+
+        loss = F.triplet_margin_with_distance_loss(h, h.sin(), h.cos(), distance_function=distance)
+        return h.exp() * loss
+
+    def change(self) -> None:
+        np.random.default_rng(len(self.edges)).shuffle(self.order)
+        self.crop += 4
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        h = getattr(self, way)(self.inner(x).tanh())
+        return F.gelu(h) * h.sigmoid()
+
+
+@pytest.mark.parametrize("way", ["of_array", "of_slice", "of_function"])
+def test_what_a_tape_does_not_know_is_kept(way: str) -> None:
+    x = torch.randn(16, 8)
+
+    def outcome(policy: Policy | None) -> list[Any]:
+        torch.manual_seed(1)
+        model = Reads()
+        run = model if policy is None else lambda *args: run_selectively(model, args, {}, policy)
+        one = run(x, way)
+        calls = getattr(model, "calls", 0)
+        if way != "of_function":
+            model.change()
+        (one.square().sum() + run(x, way).square().sum()).backward()
+        return [*(parameter.grad for parameter in model.parameters()), calls, getattr(model, "calls", 0)]
+
+    policy = drop_all(Reads(), x, way)
+    with verifying("never"):
+        assert_same(outcome(policy), outcome(None))
+
+
+def test_views_of_one_memory_that_read_it_differently_are_told_apart() -> None:
+    """A conjugate, and a negated view, under the hooks of an outer region."""
+
+    def block(x: Tensor) -> Tensor:
+        f = torch.fft.rfft(x.sin())
+        return (f * f.conj()).real.sqrt() * (f.imag * f.conj().imag).exp()
+
+    x = torch.randn(8, 16).requires_grad_()
+    expected = torch.autograd.grad(block(x).sum(), x)
+    calls = names_of_calls(block, x)
+    for seed in range(4):
+        policy = some(calls, seed)
+        for around in (under_no_hooks, on_cpu, checkpointed):
+            y = around(functools.partial(selectively(policy), block), x)
+            assert_same(torch.autograd.grad(y.sum(), x), expected)

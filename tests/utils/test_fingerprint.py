@@ -146,3 +146,9 @@ def test_importing_starts_no_threads() -> None:
         "assert len(os.listdir('/proc/self/task')) == before\n"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "2"}, check=True)
+
+
+def test_a_contiguous_tensor_with_the_negative_bit() -> None:
+    negated = torch.complex(torch.randn(1), torch.randn(1)).conj().imag
+    assert negated.is_neg() and negated.is_contiguous()
+    assert fingerprints([negated])[0] == fingerprints([negated.clone()])[0]
