@@ -64,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.reduce_for_caller()
         if not self._enabled:
             return
-        self._begin_on_every_stage()
+        self._begin_on_every_rank()
         self._reduced.add(id(optimizer))
         error: Exception | None = None
         try:
@@ -104,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        self._begin_on_every_stage()
+        self._begin_on_every_rank()
         if id(optimizer) in self._reduced:
             optimizer.check_reduced()
         else:
@@ -118,9 +118,9 @@ class GradScaler(torch.amp.GradScaler):
         self._reduced.clear()
         super().update(new_scale)
 
-    def _begin_on_every_stage(self) -> None:
-        """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
-        if self._scale is None and current().model_parallel_size > 1:
+    def _begin_on_every_rank(self) -> None:
+        """Makes the scale where no loss has been scaled: by a rank without a batch, or before the last pipeline stage."""
+        if self._scale is None and current().size > 1:
             self.scale(torch.zeros((), dtype=torch.float32, device=self._device))
 
 

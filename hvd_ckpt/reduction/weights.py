@@ -131,7 +131,7 @@ class WeightVerification:
         written: parameters that this rank has written outside of steps since the last synchronization, which compares them in
             any case, where an optimizer says so.
         alone: this rank has stepped by itself, and is not compared any more.
-        stepping: the options of the optimizer, which are compared in each step but the first.
+        stepping: the options of the optimizer, which are compared in each step.
     """
 
     def __init__(
@@ -150,6 +150,8 @@ class WeightVerification:
         self._options: Sequence[int] = ()  # that were sent
         self._prepared: _Prepared | None = None
         self._sent: _Prepared | None = None
+        # Alone: in the first step, and after the weights that are compared have changed.
+        self._sends_options = True
         self._steps = 0  # synchronizations so far
         self._equal_in: dict[int, int] = {}  # of each part, the last step in which it was equal
         self._ignored: set[int] = set()  # parameters that another rank ignores
@@ -161,12 +163,13 @@ class WeightVerification:
             self.compared = chosen
             self._parts = _divide([self._parameters[index] for index in chosen], chosen) or [[]]
             self._equal_in.clear()
+            self._sends_options = self._prepared is not None
             self._prepared = self._sent = None
 
     def restart(self) -> None:
         """Forgets everything. Call it on every rank."""
         self.compare(())
-        self.turn, self._steps, self.alone = 0, 0, False
+        self.turn, self._steps, self.alone, self._sends_options = 0, 0, False, True
         self._ignored.clear()
 
     # ---------------------------------------------------------------------------------- what a rank brings
@@ -181,7 +184,10 @@ class WeightVerification:
         self._options = self._stepping_options()
         if self.stepping is not None:
             self.stepping.limits = []
+        alone, self._sends_options = self._sends_options and self._takes_part, False
         if self._sent is None:
+            if alone:
+                return _flags(torch.zeros((), dtype=torch.int64), self._options)
             self._options = ()
             return Sums.encode(None)
         value = self._sent.value

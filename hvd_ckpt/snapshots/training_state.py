@@ -242,7 +242,8 @@ class TrainingState:
         return same_ranks
 
     def load_loop(self, snapshot: Snapshot) -> None:
-        """Loads scheduler and loader. Raises SnapshotError if each rank had a state of the loader, and there are others now."""
+        """Loads scheduler and loader. Raises SnapshotError if each rank had a state of the loader, and there are others now; warns
+        of what the snapshot has no state of."""
         manifest = snapshot.manifest
         # Ranks that share a model in stages or parts have the same data.
         if self.loader is not None and not self._has_one_position and manifest.replicas != current().replicas:
@@ -255,9 +256,20 @@ class TrainingState:
         with snapshot.comparing():
             own = snapshot.per_rank or snapshot.state(rank_file(0))
             position = validated(PerRankState, own, "per_rank").loader
-        for owner, values in ((self.scheduler, snapshot.replicated["scheduler"]), (self.loader, position)):
+        replicated = snapshot.replicated
+        given = {"scheduler": (self.scheduler, replicated["scheduler"]), "loader": (self.loader, position)}
+        for owner, values in given.values():
             if owner is not None and values is not None:
                 owner.load_state_dict(values)
+        given["scaler"] = (
+            self.scaler if self.scaler and self.scaler.is_enabled() else None,
+            replicated["scaler"],
+        )
+        anew = [name for name, (owner, values) in given.items() if owner is not None and values is None]
+        if anew and current().number == 0:
+            run_warnings.warn(
+                f"The snapshot of step {manifest.step} has no state of the {' and the '.join(anew)}, which begins anew."
+            )
 
     def _load_optimizer(self, snapshot: Snapshot, names: ModelTensors, options: bool, whose: str) -> None:
         """Loads the optimizer's state. Collective."""

@@ -226,3 +226,20 @@ def test_apex_recipe_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(model, other) < 1e-6
     reduced = 1 if hc.size() > 1 else 0
     assert calls[:3] == [("initialize", "O2"), ("unscale", True, 0), ("unscale", False, reduced)]
+
+
+def test_a_rank_without_a_batch_in_the_first_step_takes_part() -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 2), hc.GradScaler("cpu", init_scale=8.0)
+    start = model.weight.detach().clone()
+    optimizer = hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters())
+    for unscales in (False, True):
+        optimizer.zero_grad()
+        if hc.rank() == 0 or unscales:
+            scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(start - model.weight, torch.full((2, 4), 1.5 / hc.size() + 1.5))
+    hc.verify(model)

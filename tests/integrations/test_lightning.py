@@ -207,6 +207,15 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder, shard: str, nu
     assert stop.ckpt_path is None
 
 
+def test_a_stop_file_for_a_run_that_has_ended_is_forgotten(folder) -> None:
+    if hc.rank() == 0:
+        (folder / "stop").touch()
+    hc.barrier()
+    run = fitted(Regression(), callbacks=[SaveOnSignal(folder)])
+    hc.barrier()
+    assert run.current_epoch == 2 and not (folder / "stop").exists()
+
+
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_a_resume_with_each_ranks_metrics(folder, shard: str) -> None:
     class Scaled(Regression):

@@ -350,3 +350,16 @@ def test_state_finds_its_parameter_in_a_group_of_another_order(folder: Path, opt
         assert torch.equal(one, other)
     if "local" not in options:
         same_everywhere(model)
+
+
+def test_a_warning_names_what_begins_anew(folder: Path) -> None:
+    saved(folder, *made())
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = hc.data.DistributedSampler(range(40), batch_size=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        resume(folder, model, optimizer, scheduler=schedule, loader=loader)
+    said = [str(one.message) for one in told if "begins anew" in str(one.message)]
+    expected = "The snapshot of step 1 has no state of the scheduler and the loader, which begins anew."
+    assert said == ([expected] if hc.rank() == 0 else [])

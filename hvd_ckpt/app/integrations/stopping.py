@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives.agreement import of_all_processes
-from hvd_ckpt.processes.stopping import StopRequest, in_words, status_of
+from hvd_ckpt.processes.stopping import StopRequest, forget_file, in_words, status_of
 
 
 class Stopped(SystemExit):
@@ -30,6 +30,8 @@ class Stopping:
         """Watches for requests, from now on."""
         self.end()
         self._reason = None
+        if hc.rank() == 0:
+            forget_file(self._folder)
         self._request = StopRequest(self._folder if hc.rank() == 0 else None)
         self._request.__enter__()
 
