@@ -29,8 +29,8 @@ class AveragedWeights:
 
     Each rank averages the weights that it updates: its shards or, at stage 0, whole parameters. So an update communicates nothing,
     and gives the same bits at every stage. There is no second model: :meth:`applied` puts the average into the trained model for a
-    while. Averages of half-precision weights are float32. Buffers are not averaged, as with ``AveragedModel(use_buffers=False)``. The
-    average of a parameter that joins the optimizer later begins with its value in the next update.
+    while. Averages of half-precision weights are float32. Buffers are not averaged, as with ``AveragedModel(use_buffers=False)``.
+    The average of a parameter that joins the optimizer later begins with its value in the next update.
 
     Example::
 
