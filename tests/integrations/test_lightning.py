@@ -404,7 +404,7 @@ def test_gradients_that_a_hook_replaces_on_one_rank_are_averaged_again() -> None
     changes = []
     for callbacks in ([], [Doubles()] if hc.rank() == 0 else []):
         module = PlainSGD()
-        start = hc.broadcast(module.last.weight.detach(), 0)
+        start = hc.broadcast(module.last.weight.detach(), 0, name="test.start")
         fitted(module, callbacks=callbacks, max_steps=1)
         hc.verify(module)
         changes.append(module.last.weight.detach() - start)

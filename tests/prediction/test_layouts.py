@@ -116,13 +116,13 @@ def test_stages_recompute_where_memory_is_short() -> None:
 
 
 def test_what_is_offloaded_takes_no_memory_of_a_stage() -> None:
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters())
     scales = [
         _param_scale(model, optimizer, Config("gpt-tiny", shard=shard, ema=0.9))
         for shard in ("parameters", "parameters,offload=optimizer", "parameters,offload=parameters")
     ]
-    assert scales == [5.0, 3.0, 1.0]
+    assert scales == pytest.approx([5.0, 3.0, 1.0], rel=0.01)  # and the padding of shards
 
 
 def test_where_nothing_fits_the_first_needs_least() -> None:
