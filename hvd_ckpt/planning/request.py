@@ -76,8 +76,8 @@ def plan(
 
     Raises:
         ValueError: the model has no blocks, or is on ``meta`` or on another device than the sample. Or the budget is invalid, or
-            the loss is not a single number. Or ``layout`` is set for a model that is not a chain or has too few blocks, or inference
-            mode is on.
+            the loss is not a single number. Or ``layout`` is set for a model that is not a chain or has too few blocks. Or
+            inference mode is on.
         TypeError: ``model`` is not a module.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it.
