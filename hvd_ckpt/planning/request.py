@@ -76,8 +76,7 @@ def plan(
 
     Raises:
         ValueError: the model has no blocks, or is on ``meta`` or on another device than the sample. Or the budget is invalid, or
-            the loss is not a single number. Or ``layout`` is set for a model that is not a chain or has too few blocks. Or
-            inference mode is on.
+            the loss is not a single number. Or ``layout`` is set for a model that is not a chain or has too few blocks.
         TypeError: ``model`` is not a module.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it.
@@ -86,8 +85,6 @@ def plan(
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"hc.plan: model is a {type(model).__name__}: give a torch.nn.Module")
-    if torch.is_inference_mode_enabled():
-        raise ValueError("hc.plan: inference mode is on, where nothing has a gradient: plan outside of it")
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
     sample = Sample(args, kwargs or {}, loss)
