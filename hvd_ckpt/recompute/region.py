@@ -59,7 +59,9 @@ class Options:
                 "context_fn and debug need use_reentrant=False: the reentrant variant has neither."
             )
         if self.debug and self.context_fn is not noop_context_fn:
-            raise ValueError("debug=True is given with a context_fn, and has one of its own: leave one of them out.")
+            raise ValueError(
+                "debug=True is given with a context_fn, and has one of its own: leave one of them out."
+            )
 
 
 _UNFILLED = (
