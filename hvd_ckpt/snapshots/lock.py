@@ -79,14 +79,17 @@ class FolderLock:
                         f"The folder '{self._path.parent}' is in use by {_owner(_read(self._path))}: two runs would overwrite each "
                         "other's snapshots; wait for its end, close() it, or give another folder."
                     ) from None
-                except OSError:  # a file system without locks
-                    pass
-                with contextlib.suppress(FileNotFoundError):  # of an owner that has removed it meanwhile
+                except (
+                    OSError
+                ):  # a file system without locks, where nobody knows whether another user's run goes on
                     if not file.writable():
-                        self._path.unlink()
-                    elif os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
-                        opened.pop_all()
-                        return file
+                        raise
+                with contextlib.suppress(FileNotFoundError):  # of an owner that has removed it meanwhile
+                    if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                        if file.writable():
+                            opened.pop_all()
+                            return file
+                        self._path.unlink()  # of another user's run, which has ended
 
 
 def _open(path: str, flags: int) -> int:

@@ -82,6 +82,24 @@ def test_a_run_of_another_user_is_refused_until_it_has_ended() -> None:
             os.seteuid(0)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone can become another user")
+def test_the_file_of_another_user_stays_where_files_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> None:
+        raise OSError(38, os.strerror(38))
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / LOCK_FILE).write_text("of a run that may go on")
+        monkeypatch.setattr(fcntl, "flock", unknown)
+        os.seteuid(65534)
+        try:
+            FolderLock(folder).release()
+        finally:
+            os.seteuid(0)
+        assert (folder / LOCK_FILE).read_text() == "of a run that may go on"
+
+
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "mine")
