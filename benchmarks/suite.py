@@ -301,7 +301,10 @@ class Suite:
 
         conditions = [condition(name) for name in ("workload", "np", "controller", *self.axes)]
         timed = any(row.seconds for row in rows)
-        ms = Column("step ms", lambda row: row.step or row.failure, _in_ms, missing="not measured")
+        step = [
+            Column("", lambda row: row.step, key="step_seconds"),
+            Column("step ms", lambda row: row.step or row.failure, _in_ms, missing="not measured"),
+        ]
         against = {
             title: base for title, base in self.against.items() if callable(base) or base in settings.engines
         }
@@ -309,9 +312,8 @@ class Suite:
             *conditions,
             Column("engine", lambda row: row.case.engine.rpartition(":")[2]),
             Column("", lambda row: row.case.engine, key="engine"),
-            *([Column("", lambda row: row.step, key="step_seconds")] if timed else []),
             Column("", lambda row: row.seconds, key="rounds"),
-            *([ms] if timed else []),
+            *(step if timed else []),
             *(compared(title, base) for title, base in against.items()),
             *(PROBES[column] if isinstance(column, str) else column for column in self.columns),
             Column("", lambda row: row.figures, key="figures"),

@@ -339,10 +339,11 @@ class Tape(TorchFunctionMode):
         if func in UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
-        for tensor in (*changed_by(func, args, kwargs), *statistics_of(func, args, kwargs)):
+        changed = changed_by(func, args, kwargs)
+        for tensor in (*changed, *statistics_of(func, args, kwargs)):
             self._copy_stored(memory_of(tensor) or 0)
         # Running statistics that are read here may be updated in the next pass.
-        for tensor in (*changed_by(func, args, kwargs), *running_statistics(func, args, kwargs)):
+        for tensor in (*changed, *running_statistics(func, args, kwargs)):
             memory = memory_of(tensor) or 0
             if memory and tensor.nbytes <= SMALL_BYTES and not tensor.requires_grad:
                 self._written[memory] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -208,7 +208,7 @@ class Namespace:
             else:
                 changed = not is_absent(tensor) and self._changed(key, tensor, stamp)
             if changed or self.space.get(key) is not tensor:
-                yield self._written_tensor(key, tensor, stamp, changed)
+                yield self.written_tensor(key, tensor, stamp, changed)
         before = self.before
         if _same_objects(self.space, before):
             return
@@ -238,7 +238,7 @@ class Namespace:
             return True
         return False
 
-    def _written_tensor(self, key: str, tensor: Tensor, stamp: Any, changed: bool) -> Written:
+    def written_tensor(self, key: str, tensor: Tensor, stamp: Any, changed: bool) -> Written:
         stays = self.space.get(key) is tensor
         in_place = stays and self.kind in ("_parameters", "tensors", "scripted")
         copy = self.copies.get(key) if changed else None
@@ -274,9 +274,7 @@ class Copied(NamedTuple):
 
     def written(self) -> Written:
         """The description of it as of a tensor that the pass has written."""
-        in_place = self.namespace.kind != "_buffers"
-        copy = self.namespace.copies[self.key]
-        return Written(self.key, self.namespace.space, self.key, self.tensor, copy, in_place)
+        return self.namespace.written_tensor(self.key, self.tensor, self.stamp, True)
 
 
 def _may_write(module: nn.Module) -> bool:

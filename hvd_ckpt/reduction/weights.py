@@ -150,7 +150,7 @@ class WeightVerification:
         self._options: Sequence[int] = ()  # that were sent
         self._prepared: _Prepared | None = None
         self._sent: _Prepared | None = None
-        # Alone: in the first step, and after the weights that are compared have changed.
+        # Without a fingerprint: in the first step, and after the weights that are compared have changed.
         self._sends_options = True
         self._steps = 0  # synchronizations so far
         self._equal_in: dict[int, int] = {}  # of each part, the last step in which it was equal
@@ -184,9 +184,9 @@ class WeightVerification:
         self._options = self._stepping_options()
         if self.stepping is not None:
             self.stepping.limits = []
-        alone, self._sends_options = self._sends_options and self._takes_part, False
+        sends_options, self._sends_options = self._sends_options and self._takes_part, False
         if self._sent is None:
-            if alone:
+            if sends_options:
                 return _flags(torch.zeros((), dtype=torch.int64), self._options)
             self._options = ()
             return Sums.encode(None)
