@@ -208,6 +208,10 @@ RULES: tuple[Rule, ...] = (
     *apart("a model on the meta device", (("sample", "it cannot be run", "leave sample out, or build the model"),)),
     # ---------------------------------------------------------------- settings of a run
     *apart("steps", (("epochs", "both set the length of the run"),)),
+    *apart("global_batch", (
+        ("batch", "both set the samples of a step"),
+        (ELASTIC, "its ranks come and go", "use batch"),
+    )),
     *apart("ema", ((APEX, "Apex replaces the parameters", "use precision fp16 or bf16"),)),
     *needs("patience", "eval_every", "it counts evaluations", "give eval_every as well"),
     *apart("patience", (("validation_split=0.0", "it counts evaluations", "give a validation_split above 0"),)),

@@ -93,7 +93,10 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     # What is other than before is said.
     alone = [*COMMAND, "--resume", str(run), "--dry-run", "--lr", "0.01"]
     told = subprocess.run(alone, capture_output=True, text=True, timeout=300, check=True).stderr
-    assert "changed ranks 1 (was 2); samples of a step 4 (was 8); lr 0.01 (was 0.001)\n" in told
+    assert (
+        "changed ranks 1 (was 2); samples of a step 4 (was 8; --global-batch 8 keeps them); lr 0.01 (was 0.001)\n"
+        in told
+    )
 
 
 def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(

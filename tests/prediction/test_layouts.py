@@ -381,7 +381,7 @@ def test_what_settings_do_not_allow_is_left_out(settings: dict[str, Any], gone: 
     assert not any(re.search(gone, str(row.layout)) for row in rows)
     for row in rows:
         made = Config.make(settings_for(config, row, found))
-        assert made.global_batch(row.layout.replicas) == 32
+        assert made.samples_of_step(row.layout.replicas) == 32
         assert made.micro_batch == row.layout.samples(32)
 
 

@@ -231,6 +231,8 @@ CASES: dict[tuple[str, str], Provoke] = {
         model().to("meta"), 2, sample=torch.ones(2, 4)
     ),
     ("steps", "epochs"): config(steps=3, epochs=1),
+    ("global_batch", "batch"): config(global_batch=16, batch=8),
+    ("global_batch", rules.ELASTIC): elastic(config(global_batch=16)),
     ("ema", rules.APEX): config(ema=0.9, precision=APEX),
     ("patience", "eval_every"): config(patience=2),
     ("patience", "validation_split=0.0"): config(patience=2, eval_every=1, validation_split=0.0),

@@ -39,7 +39,7 @@ TRIED = 8  # layouts with which some steps are trained, by default
 AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fastest
 TIMED_SECONDS = 2.0  # of a trial, if its steps are neither very short nor long
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
-CHOSEN = ("shard", "pipeline", "tensor", "accumulate", "budget", "plan", "segments")
+CHOSEN = ("shard", "pipeline", "tensor", "accumulate", "budget", "plan", "segments", "global_batch")
 """Settings that are chosen here, whatever a file says."""
 
 
@@ -117,7 +117,7 @@ def _layout(config: Config, asked: Settings) -> None:
         raise BadArgument(
             f"--batch is missing: {ranks} ranks cannot be divided into pipeline {config.pipeline.stages} and tensor {config.tensor}"
         )
-    batch = asked.batch or config.global_batch(replicas)
+    batch = asked.batch or config.samples_of_step(replicas)
     changing: list[LayoutRow] = []
     tried: list[tuple[LayoutRow, Trial | str]] = []
     with exit_handler():

@@ -16,7 +16,7 @@ from hvd_ckpt.app.training.field_types import Options
 from hvd_ckpt.utils.schema import Strict
 
 # One setting of these replaces the others.
-ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments"})
+ALTERNATIVES = ({"steps", "epochs"}, {"batch", "global_batch"}, {"budget", "plan", "segments"})
 
 
 class RunCommand(OneLineErrors):

@@ -156,6 +156,8 @@ class Config(Strict):
     """Passes over the samples, instead of steps."""
     batch: int = Field(8, ge=1, le=MOST)
     """Samples of each rank, or of each replica, in a step."""
+    global_batch: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    """Samples of all ranks in a step, instead of batch: a run that resumes on another number of ranks keeps them."""
     accumulate: Count = 1
     """Micro-batches that a batch is split into."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -269,7 +271,7 @@ class Config(Strict):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         rules.check(self._features(), {"stages": f"pipeline {self.pipeline.stages}"}, write=rules.setting)
-        if self.accumulate > self.batch:
+        if self.global_batch is None and self.accumulate > self.batch:
             raise ValueError(
                 f"accumulate {self.accumulate}: it is more than the batch of {self.batch} samples"
             )
@@ -297,6 +299,7 @@ class Config(Strict):
         return {
             **given,
             "model": self.model,
+            **({"batch": self.batch} if "batch" in self.model_fields_set else {}),
             "module:function": is_named(self.model),
             "optimizer": self.optimizer.strip().lower(),
             "wire of gradients": given.get("wire"),
@@ -313,13 +316,38 @@ class Config(Strict):
         """Parts of a global batch: one for each rank, or for each logical replica."""
         return self.replicas or ranks
 
-    def global_batch(self, ranks: int) -> int:
+    def samples_of_step(self, ranks: int) -> int:
         """Samples of a step on that many ranks (of one pipeline stage)."""
-        return self.batch * self.parts_of_batch(ranks)
+        return self.global_batch or self.batch * self.parts_of_batch(ranks)
+
+    def on_ranks(self, ranks: int) -> Config:
+        """These settings on that many ranks (of one pipeline stage), with ``batch`` in place of ``global_batch``.
+
+        Raises:
+            ConfigError: the global batch cannot be divided among them.
+        """
+        if self.global_batch is None:
+            return self
+        parts = self.parts_of_batch(ranks)
+        if self.global_batch % parts:
+            owners = "replicas" if self.replicas else "ranks"
+            raise ConfigError(
+                f"global_batch {self.global_batch}: it cannot be divided among {parts} {owners}, give a multiple of {parts}"
+            )
+        settings = self.model_dump(exclude_defaults=True, exclude={"global_batch"})
+        return Config(**settings, batch=self.global_batch // parts)
 
     @property
     def micro_batch(self) -> int:
-        """Samples of the largest micro-batch."""
+        """Samples of the largest micro-batch.
+
+        Raises:
+            ConfigError: only the batch of all ranks is known.
+        """
+        if self.global_batch is not None:
+            raise ConfigError(
+                f"global_batch {self.global_batch}: give batch, the samples of one rank, instead"
+            )
         return -(-self.batch // self.accumulate)
 
     @classmethod

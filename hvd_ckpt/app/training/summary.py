@@ -47,7 +47,7 @@ def print_summary(trainer: Trainer, resumed: Snapshot | None) -> None:
         # Samples that a program hands over have no name in the settings; those of this package have a default.
         default = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
         source = config.data or default or type(train).__name__
-        samples = config.global_batch(hvd.size())
+        samples = config.samples_of_step(hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
         owner = "on each replica" if config.in_stages else "on each rank"
         if config.replicas is not None:
@@ -80,14 +80,15 @@ def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
     now, before = (
-        {"ranks": ranks, "samples of a step": settings.global_batch(replicas), **settings.as_dict()}
+        {"ranks": ranks, "samples of a step": settings.samples_of_step(replicas), **settings.as_dict()}
         for settings, ranks, replicas in (
             (config, current().size, hvd.size()),
             (then, resumed.manifest.ranks, resumed.manifest.replicas),
         )
     )
+    hints = {"samples of a step": f"; --global-batch {before['samples of a step']} keeps them"}
     return [
-        f"{name} {now[name]} (was {before[name]})"
+        f"{name} {now[name]} (was {before[name]}{hints.get(name, '')})"
         for name in now
         if now[name] != before[name] and name not in OF_A_START
     ]

@@ -117,7 +117,9 @@ class Trainer:
         test: Dataset | None = None,
         point: ResumePoint | None = None,
     ) -> None:
-        self.config, self.objective, self.train, self.test = config, objective, train, test
+        with errors_everywhere("hvd_ckpt.train.batch"):
+            self.config = config.on_ranks(hvd.size())
+        self.objective, self.train, self.test = objective, train, test
         self.model = model
         self._evaluation: dict[str, float] = {}
         self._prepare()
@@ -184,7 +186,7 @@ class Trainer:
                 self.progress = Progress(**snapshot.replicated["progress"])
                 self._first_ranks = snapshot.replicated["ranks"]
             progress = self.progress
-            left = self.sampler.batches_left(progress.position, config.global_batch(hvd.size()))
+            left = self.sampler.batches_left(progress.position, config.samples_of_step(hvd.size()))
             self.steps = (config.steps or DEFAULT_STEPS) if left is None else progress.step + left
             if config.profile is not None and traced_steps(config.profile)[0] > self.steps:
                 raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
