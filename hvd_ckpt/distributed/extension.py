@@ -36,6 +36,7 @@ from hvd_ckpt.sharding.surface import on_pieces
 from hvd_ckpt.sharding.units import check_memory, find_units
 from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.elementwise import check_elementwise
+from hvd_ckpt.utils.text import check_instance
 
 Named = Sequence[tuple[str, torch.Tensor]]
 STATE = (
@@ -59,8 +60,8 @@ class Extension:
         self._has_state = self._stage > 0 and bool(options.optimizer.state)
         if self._stage:
             check_elementwise(options.optimizer, shard.elementwise)
-            if self._model is not None and not isinstance(self._model, torch.nn.Module):
-                raise TypeError(f"model must be a torch.nn.Module, not {type(self._model).__name__}")
+            if self._model is not None:
+                check_instance(self._model, torch.nn.Module, "model must be a torch.nn.Module")
         self._units = []
         if self._stage == 3 and self._model is not None:
             self._units = find_units(self._model, shard.units)

@@ -12,6 +12,7 @@ from hvd_ckpt.collectives.agreement import raise_on_replica
 from hvd_ckpt.recompute import verify_recomputation
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.reduction.weights import verify_weights
+from hvd_ckpt.utils.text import check_instance
 
 
 def verify(
@@ -43,8 +44,11 @@ def verify(
         WeightsDiffer: the weights of the model, their names, shapes or dtypes differ. Raised on every rank, of every pipeline stage
             and part; names the first parameter in the order of ``named_parameters()``, and the ranks in the minority, with their
             hosts.
+        TypeError: ``model`` is not a module.
         ValueError: ``recomputation`` has another value, a parameter has no dense values, or this rank is not in ``process_set``.
     """
+    if model is not None:
+        check_instance(model, torch.nn.Module, "model must be a torch.nn.Module")
     if recomputation is not None:
         verify_recomputation(recomputation)
     if weights is not None:
@@ -55,6 +59,5 @@ def verify(
             check_equal_weights(model, process_set)
         except (WeightsDiffer, ValueError) as error:
             difference = error
-        raise_on_replica(
-            difference
-        )  # pipeline stages and parts have worlds of their own, in which their ranks compare
+        # Pipeline stages and parts have worlds of their own, in which their ranks compare.
+        raise_on_replica(difference)

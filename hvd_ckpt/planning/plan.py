@@ -36,7 +36,7 @@ from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.recompute.sequential import places_of
 from hvd_ckpt.utils.plain_data import dumps, parse_json, read_bytes, write_text
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
-from hvd_ckpt.utils.text import one_line, show_bytes
+from hvd_ckpt.utils.text import check_instance, one_line, show_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -289,6 +289,7 @@ class Plan:
         Raises:
             PlanError: a block is missing in the model or differs from the planned one.
         """
+        check_instance(model, nn.Module, "model must be a torch.nn.Module")
         # Blocks of one module get their policy themselves. Blocks of several modules, and segments, are run by their nn.Sequential,
         # inside which a block of one module still has its own policy.
         #

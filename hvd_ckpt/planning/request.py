@@ -18,7 +18,7 @@ from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.planner import Layout, Planner, free_failed_step
 from hvd_ckpt.planning.step import Sample, as_outside, device_of, surrounding_autocast
 from hvd_ckpt.utils.memory import free_memory
-from hvd_ckpt.utils.text import one_line, show_bytes, talking
+from hvd_ckpt.utils.text import check_instance, one_line, show_bytes, talking
 
 _SILENT_SECONDS = 10.0  # before progress is printed, by default
 
@@ -83,8 +83,7 @@ def plan(
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"hc.plan: model is a {type(model).__name__}: give a torch.nn.Module")
+    check_instance(model, nn.Module, "model must be a torch.nn.Module")
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
     sample = Sample(args, kwargs or {}, loss)

@@ -36,6 +36,7 @@ from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.elementwise import check_elementwise
 from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import check_instance
 from hvd_ckpt.utils.unmaterialized import check_shapes, is_absent
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
@@ -97,6 +98,7 @@ def estimate_memory(
         raise ValueError(
             f"within={how.within!r}: give estimate_memory(within=) the number of ranks in a group"
         )
+    check_instance(model, nn.Module, "model must be a torch.nn.Module")
     splits = how.states, how.offload, how.wire
     check_stage(*splits)
     made = isinstance(optimizer, torch.optim.Optimizer)

@@ -63,6 +63,13 @@ class Options:
                 "debug=True is given with a context_fn, and has one of its own: leave one of them out."
             )
 
+    def contexts(self) -> tuple[Any, Any]:
+        """The caller's contexts of the first pass and of the recomputation."""
+        given = self.context_fn()
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise TypeError(f"context_fn must return two context managers, got {type(given).__name__}.")
+        return given[0], given[1]
+
 
 _UNFILLED = (
     "the last operation fills a tensor that autograd has saved before, and recomputation stops in between "
@@ -129,7 +136,7 @@ class Region:
         # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
         others = [tensor for tensor in reached.tensors if id(tensor) not in arguments]
         self._frame = Frame()
-        self._contexts = options.context_fn()
+        self._contexts = options.contexts()
         # The reentrant variant has no hooks on saved tensors, and is verified by its results.
         self._saves = not options.use_reentrant
         # A compiled module would be compiled once for a pass with hooks on it, and again for the next pass.

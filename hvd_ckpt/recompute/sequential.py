@@ -212,7 +212,7 @@ class LayerSegment(Chained):
         source = "the model was given" if self.first + offset == 0 else "the layer before it returns"
         raise TypeError(
             f"In {self}, layer {self.first + offset} ({_name(layer)}) takes the arguments {signature}, but {source} "
-            f"{len(values)} values: {_described(values)}."
+            f"{len(values)} values{': ' * bool(values)}{_described(values)}."
         )
 
 

@@ -61,7 +61,7 @@ def verify_recomputation(when: str | int) -> None:
         ValueError: ``when`` has another value.
     """
     global _when
-    _when = read_when(when, "when")
+    _when = read_when(when, "recomputation")
 
 
 @contextlib.contextmanager

@@ -197,6 +197,12 @@ def elapsed(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
+def check_instance(value: object, kind: type, wanted: str) -> None:
+    """Raises a TypeError that says what is ``wanted`` unless the value is an object of ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{wanted}, got {type(value).__name__}")
+
+
 def read_when(value: str | int, name: str) -> str | int:
     """Validates a setting of when recomputation is verified; ``name`` is the name of the setting, for the error."""
     if isinstance(value, str) and value.isascii() and value.isdigit():

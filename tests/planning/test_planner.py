@@ -353,7 +353,7 @@ def test_an_autocast_that_pytorch_does_not_have_is_named(autocast):
 
 def test_what_cannot_be_planned_is_named():
     _, args, _ = sequential()
-    with pytest.raises(TypeError, match="model is a builtin_function_or_method: give a torch.nn.Module"):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got builtin_function_or_method"):
         hc.plan(torch.sin, *args)
 
 

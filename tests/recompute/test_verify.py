@@ -259,7 +259,7 @@ def test_each_variant_is_verified(before: str) -> None:
 
 @pytest.mark.parametrize("when", ["sometimes", 0, -1, True, 1.5, None, ""])
 def test_invalid_settings(when: Any) -> None:
-    with pytest.raises(ValueError, match="when must be"):
+    with pytest.raises(ValueError, match="recomputation must be"):
         verify_recomputation(when)
 
 

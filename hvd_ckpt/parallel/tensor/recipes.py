@@ -32,6 +32,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import check_instance
 from hvd_ckpt.utils.unmaterialized import check_shapes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,6 +114,7 @@ def tensor_parallel(
             not a multiple of the number of parts, or weights or recipes differ between parts. Raised on every process. The first
             call of the model raises it if it computes other values or gradients than the whole model.
     """
+    check_instance(model, nn.Module, "model must be a torch.nn.Module")
     grid = current()
     cuts: dict[str, dict[str, Cut]] = {}
     # Within parts.alone() one process stands for a part, and there is no other one to agree with.
