@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -65,25 +65,16 @@ def test_a_step_sends_what_follows_from_sizes(way: str) -> None:
     bare, named = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.named_parameters())
     if way == "local":
         optimizer: Any = hc.LocalSGD(bare, named_parameters=named, every=EVERY)
-    elif way == "replicas":
-        optimizer = hc.DistributedOptimizer(
-            bare, named, replicas=hc.size(), model=model, bucket_cap_mb=CAP_MB
-        )
     else:
-        optimizer = hc.DistributedOptimizer(bare, named, shard=way, model=model, bucket_cap_mb=CAP_MB)
+        how = {"replicas": hc.size()} if way == "replicas" else {"shard": way}
+        optimizer = hc.DistributedOptimizer(bare, named, model=model, bucket_cap_mb=CAP_MB, **how)
     inputs, targets = (torch.randint(0, GPT["vocabulary"], (2, GPT["length"])) for _ in range(2))
-
-    def loss() -> torch.Tensor:
-        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     def step() -> None:
         optimizer.zero_grad()
-        for replica in optimizer.local_replicas() if way == "replicas" else [None]:
-            if replica is None:
-                loss().backward()
-            else:
-                with replica:
-                    loss().backward()
+        for replica in optimizer.local_replicas() if way == "replicas" else [nullcontext()]:
+            with replica:
+                functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
 
     steps = EVERY if way == "local" else 1
