@@ -28,14 +28,8 @@ SMALL = ["--model=gpt-tiny", "--model-option=width=32", "--model-option=layers=1
 
 
 def launch(*arguments: str, controller: str = "--gloo") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*HOROVODRUN, "-np", "2", controller, *COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = [*HOROVODRUN, "-np", "2", controller, *COMMAND, *arguments]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +42,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(text: Path) -> dict[str, Result]:
     """Of runs of one process."""
-    more = ["--eval-batches", "2", "--budget", "0.9x", "--steps", "3"]
-    flags = {"dry": ["--budget", "0.5x", "--dry-run"], "run": more}
     words = ["train", *SMALL, f"--data=text:{text}", "--batch=2"]
+    flags = {
+        "dry": ["--budget=0.5x", "--dry-run"],
+        "run": ["--eval-batches=2", "--budget=0.9x", "--steps=3"],
+    }
     cases = {
-        name: Case("main(sys.argv[1:])", arguments=(*words, f"--output={text.parent / name}", *one))
-        for name, one in flags.items()
+        name: Case("main(sys.argv[1:])", arguments=(*words, f"--output={text.parent / name}", *more))
+        for name, more in flags.items()
     }
     return run_forked("import sys, torch; from hvd_ckpt.app.cli.main import main", cases)
 
@@ -96,9 +92,7 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     assert "changed ranks 1 (was 2); samples of a step 4 (was 8); lr 0.01 (was 0.001)\n" in told
 
 
-def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(
-    results: dict[str, Result], text: Path
-) -> None:
+def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(results, text: Path) -> None:
     result, folder = results["dry"], text.parent / "dry"
     assert result.returncode == 0, result.stderr
     told = dict(re.findall(r"(?m)^(model|data|step|steps|set|ranks|folder) +(.*)", result.stderr))
@@ -109,9 +103,7 @@ def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(
     assert told["folder"] == str(folder) and not folder.exists()
 
 
-def test_a_run_logs_its_first_step_its_perplexity_and_its_peak(
-    results: dict[str, Result], text: Path
-) -> None:
+def test_a_run_logs_its_first_step_its_perplexity_and_its_peak(results, text: Path) -> None:
     result, run = results["run"], text.parent / "run"
     assert result.returncode == 0, result.stderr
     assert result.stderr.startswith("model ")
@@ -133,9 +125,7 @@ def test_a_run_logs_its_first_step_its_perplexity_and_its_peak(
     ],
     ids=["alone", "launcher"],
 )
-def test_a_signal_prints_what_happened(
-    launcher: list[str], number: signal.Signals, words: str, text: Path, tmp_path: Path
-) -> None:
+def test_a_signal_prints_what_happened(launcher, number, words, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*launcher, *COMMAND, *SMALL, f"--data=text:{text}", "--batch=2", "--steps=1000000"]
     with subprocess.Popen(
@@ -163,9 +153,7 @@ def test_a_signal_prints_what_happened(
 
 
 @pytest.mark.parametrize("variable", RANK_VARIABLES)
-def test_of_several_ranks_rank_0_alone_says_what_is_wrong_with_a_flag(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_ranks_rank_0_alone_says_what_is_wrong_with_a_flag(variable, monkeypatch) -> None:
     monkeypatch.setattr("hvd_ckpt.app.cli.command_line.MOMENT", 0.0)
     outputs = []
     for rank in ("0", "1"):
