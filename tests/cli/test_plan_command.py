@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from same import assert_same
 
 from hvd_ckpt.app.cli.plan import plan
-from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import assemble, first_step
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.plans import load_plan
@@ -204,29 +203,26 @@ def test_pipeline_stages_are_shown_and_written(run) -> None:
 
 # ---- the models of the catalogue ----
 
-SMALL = {"width": 32, "layers": 3, "heads": 2}
-TINY = {  # settings, options, least number of blocks
-    "gpt-mini": ({"sequence_length": 16}, SMALL, 5),
-    "lstm-small": ({"sequence_length": 8}, {"width": 16, "layers": 3}, 3),
-    **{f"{name}-small": ({"sequence_length": 8}, SMALL, 5) for name in ("bert", "roberta", "xlnet", "gpt2")},
-    "densenet-22": ({"pixels": 8}, {}, 9),
-    "resnet-18": ({"pixels": 32}, {}, 8),
-    "vnet": ({"pixels": 16}, {"width": 1}, 9),
-}
 
-
-@pytest.mark.parametrize("name", sorted(TINY))
-def test_every_model_has_a_step_and_a_chain_of_blocks_and_is_the_same_each_time(name: str) -> None:
-    assert {one.partition("-")[0] for one in catalog.names()} == {one.partition("-")[0] for one in TINY}
-    settings, options, blocks = TINY[name]
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt-tiny", {"sequence_length": 16}),
+        ("lstm-small", {"sequence_length": 8, "model_options": {"width": 16, "layers": 3}}),
+        ("bert-tiny", {"sequence_length": 8}),
+        ("xlnet-tiny", {"sequence_length": 8}),
+        ("densenet-22", {"pixels": 8}),
+        ("vnet", {"pixels": 16, "model_options": {"width": 1}}),
+    ],
+)
+def test_a_model_of_each_kind_has_a_step_which_is_the_same_each_time(name: str, settings) -> None:
     (model, sample), (again, once_more) = (
-        first_step(Config(name, model_options=options, **settings), torch.device("cpu")) for _ in range(2)
+        first_step(Config(name, **settings), torch.device("cpu")) for _ in range(2)
     )
     assert_same(dict(model.state_dict()), dict(again.state_dict()))
     assert_same(sample(2).args, once_more(2).args)
     step = Step(model, sample(2))
     step.run()
-    assert len(find_blocks(model, step.forward)) >= blocks
     check_called(model, find_blocks(model, step.forward, children_of(model)))  # for pipeline stages
 
 

@@ -236,26 +236,17 @@ def test_shortcuts_are_untouched():
 
 def test_vnet_has_the_papers_stages():
     """Figure 2: 16 maps at 128 x 128 x 64 down to 256 at 8 x 8 x 4, and twice the maps of the way down on the way up."""
-    made = {}
+    made = []  # maps, pixels and skip connections
     with torch.device("meta"):
         model = VNet(norm="none")
         flow = torch.empty(1, 1, 128, 128, 64)
-        for name, stage in model.named_children():
+        for stage in model:
             flow = stage(flow)
             newest, *skips = flow if isinstance(flow, tuple) else (flow,)
-            made[name] = (*newest.shape[1:3], len(skips))
-    assert made == {
-        "entry": (16, 128, 0),
-        "down1": (32, 64, 1),
-        "down2": (64, 32, 2),
-        "down3": (128, 16, 3),
-        "down4": (256, 8, 4),
-        "up1": (256, 16, 3),
-        "up2": (128, 32, 2),
-        "up3": (64, 64, 1),
-        "up4": (32, 128, 0),
-        "classifier": (2, 128, 0),
-    }
+            made.append((*newest.shape[1:3], len(skips)))
+    down = [(16, 128, 0), (32, 64, 1), (64, 32, 2), (128, 16, 3), (256, 8, 4)]
+    up = [(256, 16, 3), (128, 32, 2), (64, 64, 1), (32, 128, 0)]
+    assert made == [*down, *up, (2, 128, 0)]
     kernels = Counter(module.kernel_size[0] for module in model.modules() if isinstance(module, nn.Conv3d))
     assert kernels == {5: 1 + 2 + 3 + 3 + 3 + 3 + 3 + 2 + 1, 2: 4, 1: 1}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import io
+import pickle
 import warnings
 import weakref
 
@@ -13,11 +15,14 @@ import torch
 from random_text import random_step
 from residual import Listed, Residual
 from same import assert_same
+from selective import drop_all
 from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.planning.plan import BlockPlan
 from hvd_ckpt.planning.planner import Planner
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.utils.memory import measure_peak
@@ -157,7 +162,7 @@ def test_budget_is_kept_and_training_is_the_same(name):
     predicted = name not in ROUGHLY_PREDICTED
     planner = planner_of(model, sample)
     everything, expected = step_peak(model, sample), train(model, sample)
-    types, names = [type(module) for module in model.modules()], list(model.state_dict())
+    types, shown = [type(module) for module in model.modules()], (repr(model), list(model.state_dict()))
     with pytest.raises(
         hc.BudgetError, match=r"smallest peak is .* KiB, set by (block '|what runs)"
     ) as caught:
@@ -172,11 +177,13 @@ def test_budget_is_kept_and_training_is_the_same(name):
         assert plan.measured.peak_bytes <= plan.budget == budget
         if predicted and not any(isinstance(item, tuple) for item in plan.items):
             assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
-        assert plan.apply(plan.apply(model)) is model and list(model.state_dict()) == names
+        assert plan.apply(plan.apply(model)) is model
+        assert (repr(model), list(model.state_dict())) == shown
         assert step_peak(model, sample) == pytest.approx(plan.measured.peak_bytes, rel=0.01)
         assert_same(expected, train(model, sample))
-    plan.remove(model)
+    plan.remove(plan.remove(model))
     assert [type(module) for module in model.modules()] == types
+    assert not any(name.startswith("_hvd_ckpt") for module in model.modules() for name in vars(module))
     assert step_peak(model, sample) == everything
 
 
@@ -307,6 +314,58 @@ def test_plans_keep_neither_model_nor_sample_alive():
     gc.collect()
     assert [value() for value in weak] == [None] * 3
     assert plan.blocks
+
+
+class Logging(Residual):
+    """A block with something that cannot be pickled."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.log = open("/dev/null")  # noqa: SIM115
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "log"}
+
+
+def through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_file],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_of_a_planned_model_have_the_plan(copied):
+    """By blocks, and of a chain that runs some in a segment."""
+    model, x = sequential(Logging)
+    expected, kept = train(model, x), step_peak(model, x)
+    drop = CheckpointPolicy("drop all", drop_all(model[0], x))
+    blocks = [
+        BlockPlan.of({name: block}, drop if name != "3" else KEEP) for name, block in model.named_children()
+    ]
+    other = copied(hc.Plan(tuple(blocks), (0, (1, 2), 3)).apply(model))
+    assert type(other) is type(model) is not nn.Sequential and type(other[0]) is type(model[0])
+    assert not hasattr(other[0], "log")  # its own way of being copied is respected
+    assert not {*map(id, other.parameters())} & {*map(id, model.parameters())}
+    assert_same(expected, train(other, x))
+    assert step_peak(other, x) < kept
+    hc.Plan((), ()).remove(other)
+    assert type(other) is nn.Sequential and type(model) is not nn.Sequential
+
+
+def test_compiled_blocks_are_recomputed_as_a_whole():
+    model, x = sequential()
+    expected = train(model, x)
+    for block in model:
+        block.compile(backend="eager")
+    plan = hc.plan(model, x, loss=loss_of, budget="min")
+    assert {block.policy.selective for block in plan.blocks} == {None}
+    assert plan.measured.peak_bytes < plan.baseline.peak_bytes
+    assert_same(expected, train(plan.apply(model), x))
 
 
 # ---- autocast ----
