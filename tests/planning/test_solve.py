@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from chains import MB, block, network
-from hypothesis import given, settings, strategies as st
 
-from hvd_ckpt.planning.chain import MAX_NESTING, Block, Item, Run, all_kept, bottleneck, simulate
+from hvd_ckpt.planning.chain import MAX_NESTING, Block, Item, Run, bottleneck, simulate
 from hvd_ckpt.planning.solver import Solver
 
 WITHIN = 1.01
@@ -132,46 +131,32 @@ def test_best_of_all_schedules(blocks, choices, joined, chains):
             assert solution.seconds <= WITHIN * max(point for point in best if point[0] <= budget)[1]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    blocks=st.integers(1, 12),
-    joined=st.floats(0, 1),
-    share=st.floats(0, 1),
-    casts=st.booleans(),
-)
-def test_a_budget_is_never_exceeded(seed, blocks, joined, share, casts):
+@pytest.mark.parametrize("seed", range(12))
+def test_long_chains_stay_within_any_budget(seed):
     rng = random.Random(seed)
-    frame = rng.choice((0, MB // 4))
+    frame, casts = rng.choice((0, MB // 4)), rng.choice((0, 8 * MB))
     chain = [
-        dataclasses.replace(one, frame=frame, joins_next=rng.random() < joined)
-        for one in network(rng, blocks, rng.randint(1, 4), True)
+        # The less is kept, the more of a weight's cast is held beside it.
+        dataclasses.replace(
+            one.with_costs(lambda way, all=one.choices[0].kept: {"casts": casts * (way.kept < all)}),
+            casts=casts,
+            frame=frame,
+        )
+        for one in network(rng, 20, rng.randint(1, 4), joins=seed % 2 == 0)
     ]
-    if casts:  # the less is kept, the more of a weight's cast is held beside it
-        most = rng.randint(1, 8 * MB)
-        chain = [
-            dataclasses.replace(
-                one.with_costs(lambda way, all=one.choices[0].kept: {"casts": most * (way.kept < all)}),
-                casts=most,
-            )
-            for one in chain
-        ]
     solver = Solver(chain)
-    smallest = solver.smallest.peak
-    budget = int(smallest + share * (max(all_kept(chain).peak, smallest) - smallest))
-    solution = solver.solve(budget)
-    assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
-    assert smallest <= solution.peak <= budget
-    assert solver.solve(smallest - 1) is None
-    frontier = solver.frontier(points=16)
-    assert len(frontier) <= 16 and frontier[0].peak == smallest
-    for smaller, larger in itertools.pairwise(frontier):
-        assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
+    assert solver.solve(solver.smallest.peak - 1) is None
+    points = solver.frontier(points=16)
+    assert len(points) <= 16 and points[0].peak == solver.smallest.peak
     fastest = sum(min(choice.seconds for choice in one.choices) for one in chain)
-    assert frontier[-1].seconds == pytest.approx(fastest)
-    for point in frontier[::5]:
-        assert (point.peak, point.seconds) == simulate(chain, point.items)
-        assert point.seconds <= WITHIN * solver.solve(point.peak).seconds
+    assert points[-1].seconds == pytest.approx(fastest)
+    for smaller, larger in itertools.pairwise(points):
+        assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
+    for point in points:
+        solution = solver.solve(point.peak)
+        assert simulate(chain, point.items) == (point.peak, point.seconds)
+        assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+        assert solution.peak <= point.peak and point.seconds <= WITHIN * solution.seconds
 
 
 def test_segments_are_nested_no_deeper_than_python_can_run_them():
