@@ -21,6 +21,8 @@ from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes
 from hvd_ckpt.prediction.training_layout import TrainingLayout
 
+pytestmark = pytest.mark.ranks(gloo=(1, 2))
+
 WITHIN = 0.10
 SMALL = {"vocabulary": 128, "length": 32, "width": 64, "heads": 2, "layers": 2}
 WIDE = {"vocabulary": 1024, "length": 8, "width": 256, "heads": 4, "layers": 2}
@@ -33,7 +35,6 @@ def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.ranks(gloo=(1, 2))
 @pytest.mark.parametrize(
     ("shard", "recompute", "precision"),
     [
