@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from odd_blocks import Square
 from random_text import RandomStep, random_step
 from torch import nn
 from torch.nn import functional
@@ -190,19 +191,6 @@ def test_only_rows_of_deferred_logits_stay_deferred(vocabulary, use, is_deferred
         torch.testing.assert_close(*losses)
 
 
-class Squares(torch.autograd.Function):
-    """Somebody's own loss, which is not called like a function of torch."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        ctx.save_for_backward(logits)
-        return logits.square().sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient * ctx.saved_tensors[0]
-
-
 def change_a_view(logits):
     logits[:, 0].mul_(3)
     logits.flatten(0, 1)[:, 3] = 1
@@ -237,7 +225,9 @@ LOSSES = {
     "it is changed after": lambda logits: classes(change_what_has_a_view(logits)),
     "its view has no gradient": lambda logits: classes(view_without_gradient(logits)),
     "its view is read first": lambda logits: classes(read_without_gradient(logits)),
-    "a function of autograd": lambda logits: Squares.apply(logits) + Squares.apply(logits.view(-1, 50)),
+    "a function of autograd": lambda logits: (
+        Square.apply(logits)[:, 0] + Square.apply(logits.view(-1, 50))[0]
+    ).sum(),
     "no targets": lambda logits: functional.cross_entropy(logits[0], torch.full((6,), -100)),
     "a compiled loss": lambda logits: torch.compile(classes, backend="eager")(logits.view(-1, 50)),
 }
