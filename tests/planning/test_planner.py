@@ -162,7 +162,7 @@ def test_budget_is_kept_and_training_is_the_same(name):
     planner = planner_of(model, sample)
     everything, expected = step_peak(model, sample), train(model, sample)
     types, shown = [type(module) for module in model.modules()], (repr(model), list(model.state_dict()))
-    with pytest.raises(hc.BudgetError, match="smallest peak is .* KiB, set by (block|what runs)") as caught:
+    with pytest.raises(hc.BudgetError, match="smallest peak is .*iB, set by (block|what runs)") as caught:
         planner.plan(1)
     smallest = caught.value.smallest
     assert caught.value.nearest.measured.peak_bytes <= smallest
