@@ -228,12 +228,8 @@ def test_a_plan_fits_the_model_that_is_trained(tmp_path: Path) -> None:
     config.write_yaml(tmp_path / "run.yaml")
     result = CliRunner().invoke(plan, [str(tmp_path / "run.yaml"), "--output", str(tmp_path / "plan")])
     assert result.exit_code == 0, result.output
-    trained = assemble(config)
-    made = load_plan(tmp_path / "plan" / "plan.json", trained.model, "fp32")
+    model = assemble(config).model
+    made = load_plan(tmp_path / "plan" / "plan.json", model, "fp32")
     assert [block.name for block in made.blocks] == ["embedding", "layer0", "layer1", "head"]
     with pytest.raises(ConfigError, match=r"made for precision fp32, and this run's is bf16"):
-        load_plan(tmp_path / "plan" / "plan.json", trained.model, "bf16")
-    batch = trained.train.batch([0, 1], [0, 0])
-    kept = trained.objective.loss(trained.model(*batch.inputs), batch)
-    made.apply(trained.model)
-    assert torch.equal(kept, trained.objective.loss(trained.model(*batch.inputs), batch))
+        load_plan(tmp_path / "plan" / "plan.json", model, "bf16")
