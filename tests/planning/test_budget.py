@@ -1,4 +1,4 @@
-"""Tests of the spelling of budgets."""
+"""Tests of budgets: how they are spelled, a device that is too small, and the largest batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from residual import Residual
+from torch import nn
 
+import hvd_ckpt as hc
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.text import show_bytes
 
 CPU = torch.device("cpu")
@@ -67,3 +71,41 @@ def test_an_error_reaches_other_ranks_with_the_nearest_plan() -> None:
     nearest: Any = {"a": "plan"}
     error = pickle.loads(pickle.dumps(BudgetError("too small", 7, nearest)))
     assert (str(error), error.smallest, error.nearest) == ("too small", 7, nearest)
+
+
+# ---- budgets that are kept ----
+
+
+def chain(depth):
+    return nn.Sequential(*(Residual() for _ in range(depth)))
+
+
+@pytest.mark.parametrize("budget", [None, "2x", "1GiB", "min"])
+def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(budget, monkeypatch, quick_planner):
+    model, x, peak = chain(4), torch.randn(512, 16), Step.peak
+    capacity = 0.75 * hc.plan(model, x).baseline.peak_bytes
+
+    def limited(step):
+        found = peak(step)
+        if found[0] > capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(Step, "peak", limited)
+    assert hc.plan(model, x, budget=budget).measured.peak_bytes <= capacity
+    capacity = 1
+    with pytest.raises(hc.BudgetError, match="smaller batch"):
+        hc.plan(model, x, budget=budget)
+
+
+def test_largest_batch_is_the_largest(quick_planner):
+    model, budget = chain(2), 2_000_000
+
+    def sample(batch):
+        return torch.randn(batch * 256, 16)
+
+    batch, plan = hc.largest_batch(model, sample, budget)
+    assert plan.measured.peak_bytes <= budget
+    assert plan.sample == (("float32", (batch * 256, 16)),)
+    with pytest.raises(hc.BudgetError):
+        hc.plan(model, sample(batch + 1), budget=budget)
