@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,20 +122,17 @@ def test_a_plan_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> No
         ("plan.budget", {}, "plan.budget is an object"),
     ],
 )  # fmt: skip
-def test_a_wrong_or_missing_value_is_named_with_its_place(
-    tmp_path: Path, place: str, value: object, says: str
-) -> None:
+def test_a_wrong_or_missing_value_is_named_with_its_place(tmp_path, place: str, value, says: str) -> None:
     PLAN.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     *outer, last = [int(key) if key.isdigit() else key for key in place.split(".")]
-    inner: Any = functools.reduce(lambda inner, key: inner[key], outer, content)
+    inner: Any = functools.reduce(operator.getitem, outer, content)
     if value is MISSING:
         del inner[last]
     else:
         inner[last] = value
     (tmp_path / "plan.json").write_text(json.dumps(content).replace("Infinity", "1e999"))
-    with pytest.raises(PlanError, match=says):
-        raise PlanError(error_of(tmp_path / "plan.json"))
+    assert re.search(says, error_of(tmp_path / "plan.json"))
 
 
 def test_what_is_no_plan_file_at_all(tmp_path: Path) -> None:
