@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from same import assert_same
 from snapshot_files import write
 
 pytest.importorskip("transformers")
@@ -27,21 +28,23 @@ CLASSES["gpt2"] = "GPT2LMHeadModel"
 TEXT = "To be, or not to be: that is the question \u2014 whether 'tis nobler in the mind to suffer.\n" * 9
 
 
-def run_of(folder: Path, name: str, options: dict[str, Any] = OPTIONS, **settings: Any) -> torch.nn.Module:
+def run_of(folder: Path, name: str, **settings: Any) -> torch.nn.Module:
     """Writes the snapshot of a run; returns its model."""
-    folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
-    config = Config(model=name, model_options=options, sequence_length=LENGTH, **settings)
+    config = Config(model=name, model_options=OPTIONS, sequence_length=LENGTH, **settings)
     tokens = Tokens(folder / "text.txt", config.tokenizer, cache=folder / "cache")
-    torch.manual_seed(1)
-    model = catalog.find(name).build({"vocabulary": tokens.vocabulary, "length": LENGTH}, options).eval()
+    facts = {"vocabulary": tokens.vocabulary, "length": LENGTH}
+    model = catalog.find(name).build(facts, OPTIONS).eval()
     replicated = {"config": config.as_dict(), "optimizer": {}}
     write(folder / "run" / "snapshots", 3, replicated, {}, model.state_dict())
     return model
 
 
-def command(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, [arguments[0], str(folder / "run"), *arguments[1:]])
+def export(folder: Path, kind: str, output: str, status: int = 0) -> str:
+    words = ["export", str(folder / "run"), "--format", kind, "--output", str(folder / output)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == status, result.output
+    return result.output
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -50,15 +53,13 @@ def test_transformers_loads_the_model_and_its_tokenizer(family: str, tmp_path: P
     if family in ("bert", "gpt2"):  # the others' tokens are bytes
         tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        special_tokens = ["[UNK]", "[MASK]"]
-        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=special_tokens)
+        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["[UNK]", "[MASK]"])
         tokenizer.train_from_iterator([TEXT], trainer)
         tokenizer.save(str(tmp_path / "tokens.json"))
         settings = {"tokenizer": str(tmp_path / "tokens.json")}
     model = run_of(tmp_path, f"{family}-tiny", **settings)
     output = tmp_path / "made" / "model"
-    result = command(tmp_path, "export", "--format", "hf", "--output", str(output))
-    assert result.exit_code == 0 and "Weights of step 3" in result.output, result.output
+    assert "Weights of step 3" in export(tmp_path, "hf", "made/model")
     assert [path.name for path in output.parent.iterdir()] == ["model"]
 
     kind: Any = getattr(transformers, CLASSES[family])
@@ -75,26 +76,22 @@ def test_transformers_loads_the_model_and_its_tokenizer(family: str, tmp_path: P
     with torch.no_grad():
         assert torch.equal(theirs.eval()(batch).logits, model(batch))
 
-    again = command(tmp_path, "export", "--format", "hf", "--output", str(output))
-    assert again.exit_code == 2 and "is there" in again.output
+    assert "is there" in export(tmp_path, "hf", "made/model", status=2)
 
 
 def test_pt_and_what_cannot_be_exported(tmp_path: Path) -> None:
     model = run_of(tmp_path, "gpt-tiny")
-    result = command(tmp_path, "export", "--format", "pt", "--output", str(tmp_path / "weights.pt"))
-    assert result.exit_code == 0, result.output
+    export(tmp_path, "pt", "weights.pt")
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert list(found) and all(torch.equal(found[name], one) for name, one in model.state_dict().items())
-    result = command(tmp_path, "export", "--format", "hf", "--output", str(tmp_path / "hf"))
-    assert result.exit_code == 2 and "gpt-tiny is not one of transformers" in result.output
+    assert_same(found, dict(model.state_dict()))
+    assert "gpt-tiny is not one of transformers" in export(tmp_path, "hf", "hf", status=2)
     write(tmp_path / "run" / "snapshots", 4, {"loop": {}}, {}, {"w": torch.ones(2)})
-    result = command(tmp_path, "export", "--format", "hf")
-    assert result.exit_code == 2 and "written by a loop of your own" in result.output
+    assert "written by a loop of your own" in export(tmp_path, "hf", "hf", status=2)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt", "weights.pt"}
 
 
 def test_token_ids_without_a_tokenizer_leave_as_weights_alone(tmp_path: Path) -> None:
     run_of(tmp_path, "gpt2-tiny", data=f"tokens:{tmp_path / 'ids.bin'},vocabulary=260,type=uint16")
-    output = tmp_path / "model"
-    assert command(tmp_path, "export", "--format", "hf", "--output", str(output)).exit_code == 0
-    assert (output / "config.json").is_file() and not (output / "tokenizer.json").exists()
+    export(tmp_path, "hf", "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert not (tmp_path / "model" / "tokenizer.json").exists()

@@ -5,6 +5,8 @@ Prints a row for each model and stage, with and without recomputation.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,36 +65,20 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
 def main(models: str, bucket_cap_mb: float, width: int, layers: int) -> None:
     """Prints the table."""
     hc.init()
-    for name in models.split(","):
-        for recompute in (False, True):
 
-            def job(name: str = name, recompute: bool = recompute) -> RandomStep:
-                options = {
-                    "width": width,
-                    "layers": layers,
-                    "heads": 4,
-                    "checkpoint_interval": int(recompute),
-                }
-                return random_step(name, 4, 64, 512, options)
+    def job(name: str, recompute: bool) -> RandomStep:
+        options = {"width": width, "layers": layers, "heads": 4, "checkpoint_interval": int(recompute)}
+        return random_step(name, 4, 64, 512, options)
 
-            for stage in range(4):
-                made = job()
-                estimate = hc.estimate_memory(
-                    made.model,
-                    hc.size(),
-                    stage,
-                    sample=made.args,
-                    loss=made.loss,
-                    bucket_cap_mb=bucket_cap_mb,
-                )
-                peak = measured_peak(
-                    lambda: job().model, made.args, made.loss, shard=stage, bucket_cap_mb=bucket_cap_mb
-                )
-                if hc.rank() == 0:
-                    ratio = estimate.recorded_peak / peak
-                    click.echo(
-                        f"| {name} | {'yes' if recompute else 'no'} | {hc.size()} | {stage} | {peak / 2**20:.1f} | {ratio:.3f} |"
-                    )
+    for name, recompute, stage in itertools.product(models.split(","), (False, True), range(4)):
+        made, options = job(name, recompute), {"shard": stage, "bucket_cap_mb": bucket_cap_mb}
+        estimate = hc.estimate_memory(made.model, hc.size(), sample=made.args, loss=made.loss, **options)
+        make = functools.partial(lambda *of: job(*of).model, name, recompute)
+        peak = measured_peak(make, made.args, made.loss, **options)
+        if hc.rank() == 0:
+            row = name, "yes" if recompute else "no", hc.size(), stage
+            ratio = estimate.recorded_peak / peak
+            click.echo(f"| {' | '.join(map(str, row))} | {peak / 2**20:.1f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests of the spelling of budgets."""
+"""Tests of budgets: how they are spelled, a device that is too small, and the largest batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from residual import Residual
+from torch import nn
 
+import hvd_ckpt as hc
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.text import show_bytes
 
 CPU = torch.device("cpu")
@@ -37,9 +41,6 @@ KEEP = 1_000_000
 )
 def test_budget_in_bytes(text, expected):
     assert parse_budget(text).bytes(KEEP, CPU) == expected
-
-
-def test_the_smallest_peak_is_asked_for_by_name():
     assert parse_budget("min") == parse_budget("MIN") == Budget("min")
 
 
@@ -61,15 +62,50 @@ def test_share_of_the_device():
         parse_budget("101%")
 
 
-@pytest.mark.parametrize(
-    "count, text",
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 1024**3, "5.00 GiB"), (2**50, "1048576.00 GiB")],
-)
-def test_bytes_for_people(count, text):
-    assert show_bytes(count) == text
+def test_bytes_for_people():
+    shown = [show_bytes(count) for count in (0, 1023, 1536, 5 * 1024**3, 2**50)]
+    assert shown == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB", "1048576.00 GiB"]
 
 
 def test_an_error_reaches_other_ranks_with_the_nearest_plan() -> None:
     nearest: Any = {"a": "plan"}
     error = pickle.loads(pickle.dumps(BudgetError("too small", 7, nearest)))
     assert (str(error), error.smallest, error.nearest) == ("too small", 7, nearest)
+
+
+# ---- budgets that are kept ----
+
+
+def chain(depth):
+    return nn.Sequential(*(Residual() for _ in range(depth)))
+
+
+@pytest.mark.parametrize("budget", [None, "2x", "1GiB", "min"])
+def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(budget, monkeypatch, quick_planner):
+    model, x, peak = chain(4), torch.randn(512, 16), Step.peak
+    capacity = 0.75 * hc.plan(model, x).baseline.peak_bytes
+
+    def limited(step):
+        found = peak(step)
+        if found[0] > capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(Step, "peak", limited)
+    assert hc.plan(model, x, budget=budget).measured.peak_bytes <= capacity
+    capacity = 1
+    with pytest.raises(hc.BudgetError, match="smaller batch"):
+        hc.plan(model, x, budget=budget)
+
+
+def test_largest_batch_is_the_largest(quick_planner):
+    model, budget = chain(2), 2_000_000
+
+    def sample(batch):
+        return torch.randn(batch * 256, 16)
+
+    batch, plan = hc.largest_batch(model, sample, budget)
+    assert plan.measured.peak_bytes <= budget
+    assert plan.sample == (("float32", (batch * 256, 16)),)
+    with pytest.raises(hc.BudgetError):
+        hc.plan(model, sample(batch + 1), budget=budget)

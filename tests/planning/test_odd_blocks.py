@@ -41,6 +41,10 @@ def random_states() -> list[Any]:
     return [torch.get_rng_state(), random.getstate(), str(np.random.get_state())]
 
 
+def smallest(model: nn.Module, sample: Any) -> hc.Plan:
+    return hc.plan(model, sample, loss=loss_of, budget="min", verbose=False)
+
+
 def check(make: Callable[[], nn.Module], sample: Any) -> None:
     torch.manual_seed(0)
     expected = step(make(), sample)
@@ -48,7 +52,7 @@ def check(make: Callable[[], nn.Module], sample: Any) -> None:
     model = make()
     seed()
     before, tensors, given = random_states(), copy.deepcopy(tensors_of(model)), copy.deepcopy(sample)
-    plan = hc.plan(model, sample, loss=loss_of, budget="min", verbose=False)
+    plan = smallest(model, sample)
     assert all(torch.equal(*pair) for pair in zip(tensors, tensors_of(model), strict=True))
     assert all(torch.equal(*pair) for pair in zip(reach(given).tensors, reach(sample).tensors, strict=True))
     assert str(before) == str(random_states())
@@ -71,14 +75,16 @@ def test_a_plan_of_blocks_that_pass_containers(name: str) -> None:
     check(make, sample_of(torch.randn(ROWS, WIDTH)))
 
 
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
 class Sliced(nn.Module):
     """Runs the halves of a chain one after the other, with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-        )
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (linear(), nn.ReLU())])
 
     def forward(self, x: Tensor) -> Tensor:
         half = self.layers[:4](x)
@@ -87,41 +93,34 @@ class Sliced(nn.Module):
 
 def shared_activation() -> nn.Module:
     activation = nn.Tanh()
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), activation)]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*[layer for _ in range(4) for layer in (linear(), activation)][:-1])
 
 
 def shared_stage() -> nn.Module:
-    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), stage, nn.Tanh(), stage, nn.Linear(WIDTH, WIDTH))
+    stage = nn.Sequential(linear(), nn.Tanh(), linear())
+    return nn.Sequential(linear(), stage, nn.Tanh(), stage, linear())
 
 
 @pytest.mark.parametrize("make", [Sliced, shared_activation, shared_stage])
 def test_a_chain_with_modules_at_several_places_or_in_slices(make: Callable[[], nn.Module]) -> None:
     check(make, torch.randn(ROWS, WIDTH))
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(ROWS, WIDTH)
-    expected = model(x)
-    assert torch.equal(hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model)(x), expected)
 
 
 def test_a_slice_of_a_planned_chain_runs() -> None:
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
-    x = torch.randn(ROWS, WIDTH)
+    model, x = Sliced().layers, torch.randn(ROWS, WIDTH)
     expected = model[2:6](x)
-    planned = hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model)
-    assert torch.equal(planned[2:6](x), expected)
+    assert torch.equal(smallest(model, x).apply(model)[2:6](x), expected)
 
 
 def test_scripted_modules_are_left_as_they_are() -> None:
     def make() -> nn.Module:  # the gradients of a copy of a scripted module do not show in its parameters
         seed()
-        blocks = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(3)]
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+        blocks = [torch.jit.script(nn.Sequential(linear(), nn.Tanh())) for _ in range(3)]
+        return nn.Sequential(linear(), *blocks)
 
     x = torch.randn(ROWS, WIDTH)
     expected, model = step(make(), x), make()
-    actual = step(hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model), x)
+    actual = step(smallest(model, x).apply(model), x)
     torch.testing.assert_close(actual, expected)  # scripted code has other bits once it is optimized
 
 
@@ -130,15 +129,14 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.calls = nn.Linear(WIDTH, WIDTH), iter(range(1000))
+        self.a, self.calls = linear(), iter(range(1000))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.a(x)) * (1 + next(self.calls))
 
 
 def test_a_plan_says_which_blocks_it_cannot_recompute_and_why() -> None:
-    model, x = nn.Sequential(*[Counting() for _ in range(4)]), torch.randn(ROWS, WIDTH)
-    plan = hc.plan(model, x, loss=loss_of, budget="min", verbose=False)
+    plan = smallest(nn.Sequential(*[Counting() for _ in range(4)]), torch.randn(ROWS, WIDTH))
     reason = "in no segment: it gives other values in each run."
     assert plan.notes == (f"0: {reason}", f"1 .. 3 (3 blocks): {reason}")
     assert not any(isinstance(item, tuple) for item in plan.items)

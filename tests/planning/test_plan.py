@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from one_process import fingerprint
-from residual import Residual
+from one_process import raises_everywhere, same_everywhere, wrap
+from residual import Listed, Residual
+from same import assert_same
 from torch import nn
 
 import hvd_ckpt as hc
@@ -18,123 +19,92 @@ pytestmark = [
 ]
 
 
-class Model(nn.Module):
+class Model(Listed):
     """Layers in a list, and one of them in use twice, as the head."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(3))
+        super().__init__(*(Residual() for _ in range(3)))
         self.mix = nn.Linear(16, 16)
 
     def forward(self, x):
-        x = self.mix(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.mix(x).square().mean()
+        return self.mix(super().forward(self.mix(x)))
+
+
+def with_batch_norms():
+    """Only rank 0 runs the model while it plans: nothing may wait for the others."""
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), hc.SyncBatchNorm(16), nn.Tanh()) for _ in range(2)]
+    )
+
+
+def loss_of(output):
+    return output.square().mean()
 
 
 def sample(step=0, rank=0):
     return torch.randn(128, 16, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def everywhere(value):
-    return hc.allgather_object(value)
-
-
-def raised_everywhere(kind, call):
-    """The message, which is the same on every rank."""
-    with pytest.raises(kind) as caught:
-        call()
-    messages = everywhere((type(caught.value).__name__, str(caught.value)))
-    assert all(message == messages[0] for message in messages)
-    return caught.value
+def plan(model, x=None, **options):
+    return hc.plan(model, sample() if x is None else x, **{"loss": loss_of, "budget": "0.5x", **options})
 
 
 def test_all_ranks_have_rank_0s_plan_for_the_smallest_budget_of_all():
-    plan = hc.plan(Model(), sample(rank=hc.rank()), budget=300_000 - 10_000 * hc.rank())
-    assert plan.budget == 300_000 - 10_000 * (hc.size() - 1)
-    assert plan.measured.peak_bytes <= plan.budget
-    share = hc.plan(Model(), sample(), budget="0.7x")
+    least = plan(Model(), sample(rank=hc.rank()), budget=300_000 - 10_000 * hc.rank())
+    assert least.budget == 300_000 - 10_000 * (hc.size() - 1)
+    assert least.measured.peak_bytes <= least.budget
+    share = plan(Model(), budget="0.7x")
     assert share.budget == int(0.7 * share.baseline.peak_bytes)
-    assert all(plans == (plan, share) for plans in everywhere((plan, share)))
+    assert all(plans == (least, share) for plans in hc.allgather_object((least, share)))
 
 
-def test_impossible_budget_is_an_error_on_every_rank():
-    error = raised_everywhere(hc.BudgetError, lambda: hc.plan(Model(), sample(), budget=1000 + hc.rank()))
-    assert "1000 B" in str(error) and "block" in str(error)
-    assert len(set(everywhere(error.smallest))) == 1
+def fail(output):
+    raise KeyError("target")
 
 
 @pytest.mark.parametrize(
-    ("budgets", "said"), [(("6GiB", "six"), "'six'"), (("0.5x", "6GiB"), "different kinds of budget")]
+    ("model", "options", "error", "says"),
+    [
+        (Model, [{"budget": 1000}, {"budget": 1001}], hc.BudgetError, "1000 B.*block"),
+        (Model, [{"budget": "6GiB"}, {"budget": "six"}], ValueError, "'six'"),
+        (Model, [{"budget": "0.5x"}, {"budget": "6GiB"}], ValueError, "different kinds of budget"),
+        (lambda: nn.Linear(16, 16), [{}, {}], ValueError, "No chain of blocks"),
+        (Model, [{"loss": fail}, {"loss": fail}], RuntimeError, "failed on rank 0: KeyError: .target"),
+    ],
 )
-def test_budgets_that_do_not_go_together(budgets, said):
-    budget = budgets[0] if hc.rank() == 0 else budgets[1]
-    error = raised_everywhere(ValueError, lambda: hc.plan(Model(), sample(), budget=budget))
-    assert said in str(error)
+def test_an_error_of_one_rank_is_raised_on_all(model, options, error, says):
+    raises_everywhere(error, says, lambda: plan(model(), **options[hc.rank()]))
 
 
-def test_failure_on_rank_0_is_an_error_on_every_rank():
-    raised_everywhere(ValueError, lambda: hc.plan(nn.Linear(16, 16), sample(), budget="0.5x"))
-
-    def loss(output):
-        raise KeyError("target")
-
-    with pytest.raises((KeyError, RuntimeError), match="target"):
-        hc.plan(Model(), sample(), loss=loss, budget="0.5x")
-    assert all(everywhere(True))
+def wrapped(model):
+    bare = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return wrap(model, bare, bucket_cap_mb=0.004)
 
 
-def train(model, optimizer, steps=3):
+def train(model, optimizer):
+    """Weights and buffers; each bucket is reduced once."""
     torch.manual_seed(50 + hc.rank())
-    for step in range(steps):
+    for step in range(3):
         optimizer.zero_grad()
-        model(sample(step, hc.rank())).backward()
+        loss_of(model(sample(step, hc.rank()))).backward()
         optimizer.step()
         stats = optimizer.reduction_stats.last
         assert set(stats.launches.values()) == {1}
         assert not step or stats.late_gradients == []
-    return fingerprint(model)
+    same_everywhere(model)
+    return model.state_dict()
 
 
-def distributed(model):
-    return hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        bucket_cap_mb=0.004,
-    )
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_training_with_a_plan_is_training_without(when):
-    """Whether the plan is made before or after the optimizer is wrapped."""
-    model = Model()
+@pytest.mark.parametrize(
+    ("make", "budget", "wrapped_first"),
+    [(Model, "0.5x", False), (Model, "0.5x", True), (with_batch_norms, "min", False)],
+)
+def test_training_with_a_plan_is_training_without(make, budget, wrapped_first):
+    model = make()
     twin = copy.deepcopy(model)
-    optimizer = distributed(model) if when == "after" else None
-    plan = hc.plan(model, sample(), budget="0.5x")
-    assert any(block.policy.selective is not None for block in plan.blocks)
-    plan.apply(model)
-    actual = train(model, optimizer or distributed(model))
-    assert actual == train(twin, distributed(twin))
-    assert all(one == actual for one in everywhere(actual))
-
-
-def test_synchronized_batch_norm():
-    """Only rank 0 runs the model while it plans: nothing may wait for the others."""
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(16, 16), hc.SyncBatchNorm(16), nn.Tanh()) for _ in range(2)]
-    )
-    start = copy.deepcopy(model)
-    plan = hc.plan(model, sample(), loss=lambda output: output.square().mean(), budget="min")
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, start.state_dict()[name]), name
-    plan.apply(model)
-    weights = []
-    for one in (model, start):
-        optimizer = distributed(one)
-        for step in range(2):
-            optimizer.zero_grad()
-            one(sample(step, hc.rank())).square().mean().backward()
-            optimizer.step()
-        weights.append([value.clone() for value in one.state_dict().values()])
-    assert all(torch.equal(actual, expected) for actual, expected in zip(*weights, strict=True))
+    optimizer = wrapped(model) if wrapped_first else None
+    made = plan(model, budget=budget)
+    assert_same(model.state_dict(), twin.state_dict())
+    assert made.measured.peak_bytes < made.baseline.peak_bytes
+    made.apply(model)
+    assert_same(train(model, optimizer or wrapped(model)), train(twin, wrapped(twin)))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Iterator
 
 import pytest
 from chains import MB, block, network
-from hypothesis import given, settings, strategies as st
 
-from hvd_ckpt.planning.chain import MAX_NESTING, Block, Item, Run, all_kept, bottleneck, simulate
+from hvd_ckpt.planning.chain import MAX_NESTING, Block, Item, Run, bottleneck, simulate
 from hvd_ckpt.planning.solver import Solver
 
 WITHIN = 1.01
@@ -69,22 +67,7 @@ def best_points(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return best
 
 
-def check_against(
-    chain: list[Block], best: list[tuple[int, float]], budgets: int, rng: random.Random
-) -> None:
-    """The smallest peak is that of the best schedules, and times at random budgets are within 1 % of theirs."""
-    solver, smallest = Solver(chain), best[0][0]
-    assert solver.smallest.peak == smallest
-    assert solver.fastest.seconds <= WITHIN * best[-1][1]
-    assert solver.solve(smallest - 1) is None
-    for budget in [smallest, *(rng.randint(smallest, best[-1][0] + 5) for _ in range(budgets))]:
-        solution = solver.solve(budget)
-        assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
-        assert solution.peak <= budget
-        assert solution.seconds <= WITHIN * max(best, key=lambda point: (point[0] <= budget, point[0]))[1]
-
-
-# --- the model itself ---
+# ---- the model itself ----
 
 
 def test_simulate_by_hand():
@@ -116,7 +99,7 @@ def test_simulate_by_hand():
     assert simulate(mixed, [(Run(0, 0), Run(1, 0)), Run(2, 0)])[0] == 3 + 12 + 8
 
 
-# --- the best of all schedules ---
+# ---- the best of all schedules ----
 
 
 @pytest.mark.parametrize(
@@ -132,61 +115,48 @@ def test_simulate_by_hand():
     ],
 )
 def test_best_of_all_schedules(blocks, choices, joined, chains):
+    """The smallest peak is that of the best schedules, and times at random budgets are within 1 % of theirs."""
     rng = random.Random(blocks)
     for _ in range(chains):
         chain = random_chain(rng, blocks, choices, joined)
-        points = [simulate(chain, items) for items in schedules(chain, 0, blocks - 1)]
-        check_against(chain, best_points(points), 3, rng)
+        best = best_points([simulate(chain, items) for items in schedules(chain, 0, blocks - 1)])
+        solver, smallest = Solver(chain), best[0][0]
+        assert solver.smallest.peak == smallest
+        assert solver.fastest.seconds <= WITHIN * best[-1][1]
+        assert solver.solve(smallest - 1) is None
+        for budget in [smallest, *(rng.randint(smallest, best[-1][0] + 5) for _ in range(3))]:
+            solution = solver.solve(budget)
+            assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+            assert solution.peak <= budget
+            assert solution.seconds <= WITHIN * max(point for point in best if point[0] <= budget)[1]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    blocks=st.integers(1, 12),
-    joined=st.floats(0, 1),
-    share=st.floats(0, 1),
-    casts=st.booleans(),
-)
-def test_a_budget_is_never_exceeded(seed, blocks, joined, share, casts):
+@pytest.mark.parametrize("seed", range(12))
+def test_long_chains_stay_within_any_budget(seed):
     rng = random.Random(seed)
-    frame = rng.choice((0, MB // 4))
+    frame, casts = rng.choice((0, MB // 4)), rng.choice((0, 8 * MB))
     chain = [
-        dataclasses.replace(one, frame=frame, joins_next=rng.random() < joined)
-        for one in network(rng, blocks, rng.randint(1, 4), True)
+        # The less is kept, the more of a weight's cast is held beside it.
+        dataclasses.replace(
+            one.with_costs(lambda way, all=one.choices[0].kept: {"casts": casts * (way.kept < all)}),
+            casts=casts,
+            frame=frame,
+        )
+        for one in network(rng, 20, rng.randint(1, 4), joins=seed % 2 == 0)
     ]
-    if casts:  # the less is kept, the more of a weight's cast is held beside it
-        most = rng.randint(1, 8 * MB)
-        chain = [
-            dataclasses.replace(
-                one.with_costs(lambda way, all=one.choices[0].kept: {"casts": most * (way.kept < all)}),
-                casts=most,
-            )
-            for one in chain
-        ]
     solver = Solver(chain)
-    smallest = solver.smallest.peak
-    budget = int(smallest + share * (max(all_kept(chain).peak, smallest) - smallest))
-    solution = solver.solve(budget)
-    assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
-    assert smallest <= solution.peak <= budget
-    assert solver.solve(smallest - 1) is None
-    frontier = solver.frontier()
-    assert frontier == sorted(frontier, key=lambda one: (one.peak, -one.seconds))
-    assert frontier[0].peak == smallest
-
-
-# --- peers and known optima ---
-
-
-@pytest.mark.parametrize("blocks", [16, 64])
-def test_square_root_of_the_memory_costs_one_forward(blocks):
-    """Chen et al. (2016): n equal blocks in segments of sqrt(n) need about 2 sqrt(n) boundaries."""
-    root = math.isqrt(blocks)
-    chain = [block((3.0, 1, 1, 2), output=1, forward=1.0, working=1) for _ in range(blocks)]
-    assert all_kept(chain).peak == blocks + 1
-    solver = Solver(chain)
-    assert solver.solve(2 * root + 2).seconds <= 3.0 * blocks + blocks
-    assert solver.solve(root).seconds > 3.0 * blocks + blocks
+    assert solver.solve(solver.smallest.peak - 1) is None
+    points = solver.frontier(points=16)
+    assert len(points) <= 16 and points[0].peak == solver.smallest.peak
+    fastest = sum(min(choice.seconds for choice in one.choices) for one in chain)
+    assert points[-1].seconds == pytest.approx(fastest)
+    for smaller, larger in itertools.pairwise(points):
+        assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
+    for point in points:
+        solution = solver.solve(point.peak)
+        assert simulate(chain, point.items) == (point.peak, point.seconds)
+        assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+        assert solution.peak <= point.peak and point.seconds <= WITHIN * solution.seconds
 
 
 def test_segments_are_nested_no_deeper_than_python_can_run_them():
@@ -197,37 +167,3 @@ def test_segments_are_nested_no_deeper_than_python_can_run_them():
         return 1 + max(map(depth, item)) if isinstance(item, tuple) else 0
 
     assert smallest.peak == 8 and max(map(depth, smallest.items)) <= MAX_NESTING
-
-
-# --- long chains ---
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_frontier_runs_from_the_smallest_to_the_fastest(joins):
-    chain = network(random.Random(2), 20, 4, joins)
-    solver = Solver(chain)
-    points = solver.frontier(points=16)
-    assert 8 <= len(points) <= 16
-    assert points[0].peak == solver.smallest.peak
-    fastest = sum(min(choice.seconds for choice in one.choices) for one in chain)
-    assert points[-1].seconds == pytest.approx(fastest)
-    for smaller, larger in itertools.pairwise(points):
-        assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
-    for point in points:
-        assert (point.peak, point.seconds) == simulate(chain, point.items)
-        assert point.seconds <= WITHIN * solver.solve(point.peak).seconds
-
-
-def test_recomputing_that_is_faster_than_keeping_is_taken_at_any_budget():
-    chain = [block((3.0, 10, 10, 12), (2.5, 2, 10, 14), joins=False) for _ in range(4)]
-    assert Solver(chain).solve(10**9).items == tuple(Run(index, 1) for index in range(4))
-
-
-def test_the_block_that_sets_the_smallest_peak():
-    chain = network(random.Random(1), 6, 3, True)
-    head = block((0.1, 10 * MB, 300 * MB, 900 * MB), output=4, forward=0.05, working=300 * MB, joins=False)
-    chain = [*chain[:-1], Block(chain[-1].choices, 2 * MB, 0.02, 6 * MB, False), head]
-    solver = Solver(chain)
-    assert solver.solve(500 * MB) is None
-    assert solver.smallest.peak > 900 * MB
-    assert bottleneck(chain, solver.smallest.items) == 6

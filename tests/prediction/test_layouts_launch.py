@@ -20,18 +20,9 @@ def test_all_ranks_have_the_rows_that_the_first_has_measured(controller: str) ->
 
 def test_the_command_trains_with_the_best_and_writes_it(tmp_path: Path) -> None:
     file = tmp_path / "best.yaml"
-    model = [
-        "--model",
-        "gpt-tiny",
-        "--model-option",
-        "layers=2",
-        "--model-option",
-        "width=32",
-        "--sequence-length",
-        "16",
-    ]
+    model = "--model gpt-tiny --model-option layers=2 --model-option width=32 --sequence-length 16"
     options = ["--batch", "2", "--memory", "64MiB", "--try", "2", "--output", str(file)]
-    status, output = run_ranks(2, SCRIPT, "layout", *model, *options)
+    status, output = run_ranks(2, SCRIPT, "layout", *model.split(), *options)
     assert status == 0 and "tried" in output and "Best:" in output, output
     settings = yaml.safe_load(file.read_text())
     assert settings["model"] == "gpt-tiny" and settings["model_options"] == {"layers": 2, "width": 32}

@@ -11,7 +11,6 @@ import torch
 from benchmarks.suites.scale import WAYS
 from benchmarks.ways import OneLevel, Rings, Sending, efficiency, step_in
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.prediction.layouts import nbytes_of
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import Kind, ModelSizes, StepTime
 from hvd_ckpt.prediction.training_layout import TrainingLayout
@@ -118,15 +117,3 @@ def test_a_collective_waits_for_the_next_cycle_and_shares_it_with_what_is_ready(
     assert ends(network) == pytest.approx([1.0 + 0.1 + 0.1, 1.0 + 0.1 + 0.2])
     over_gloo = ends(dataclasses.replace(network, controller="gloo"))
     assert 0.6 < over_gloo[0] < 1.0  # once it is ready, after an agreement
-
-
-def test_shards_send_what_they_say(sizes: ModelSizes) -> None:
-    """Whole gradients twice; with parameters in shards, two gathers and one scatter. In the mean over the steps of local SGD."""
-    expected = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3, "local": 2}
-    expected |= {"ddp": 2, "fsdp2": 3, "ring": 2}
-    sent = {
-        way: step_in(way, sizes, split_of(way, 4), Network(local=4)).sent / (0.75 * nbytes_of(sizes.model))
-        for way in expected
-    }
-    # Embeddings, 8 % of the weights, are whole from the forward to the backward pass, and gathered once.
-    assert sent == pytest.approx(expected, rel=0.03)
