@@ -112,26 +112,16 @@ def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks():
     assert sampler(shuffle=False).part(15, 10, 0, 1) == ([*range(15, 20), *range(5)], [0] * 5 + [1] * 5)
 
 
-@pytest.mark.parametrize(
-    ("says", "make"),
-    [
-        ("no samples", lambda: DistributedSampler(0)),
-        ("num_replicas must be a number from 1", lambda: sampler(0)),
-        ("got 2 of 2", lambda: DistributedSampler(20, num_replicas=2)),
-        *[
-            ("give the same data, seed and shuffle", lambda state=state: sampler().load_state_dict(state))
-            for state in ({"seed": 5}, {"samples": 21}, {"shuffle": 0})
-        ],
-        *[
-            ("which must be a number from 0", lambda state=state: sampler().load_state_dict(state))
-            for state in ({}, {"position": -1}, {"position": "18"})
-        ],
-    ],
-)
-def test_wrong_arguments_of_a_sampler_are_refused(monkeypatch, says, make):
+def test_wrong_arguments_and_states_of_a_sampler_are_refused(monkeypatch):
+    assert_refused("no samples", DistributedSampler, 0)
+    assert_refused("num_replicas must be a number from 1", sampler, 0)
+    for state in ({"seed": 5}, {"samples": 21}, {"shuffle": 0}):
+        assert_refused("give the same data, seed and shuffle", sampler().load_state_dict, state)
+    for state in ({}, {"position": -1}, {"position": "18"}):
+        assert_refused("which must be a number from 0", sampler().load_state_dict, state)
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
     monkeypatch.setattr(hvd, "rank", lambda: 2)
-    assert_refused(says, make)
+    assert_refused("got 2 of 2", DistributedSampler, 20, num_replicas=2)
 
 
 # --------------------------------------------------------------------------------------------- loader
