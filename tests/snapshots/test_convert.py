@@ -41,11 +41,11 @@ def assert_old(path):
         read_snapshot(path)
 
 
-def write_old(run, files, sharding=None, ranks=1, **changes):
+def write_old(run, contents, sharding=None, ranks=1, **changes):
     """A snapshot of version 1."""
     path = run / "snapshots" / NAME
     path.mkdir(parents=True)
-    for name, content in files.items():
+    for name, content in contents.items():
         if name.endswith(".pt"):
             torch.save(content, path / name)
         else:
@@ -58,7 +58,11 @@ def write_old(run, files, sharding=None, ranks=1, **changes):
         "time": "",
         "libraries": {},
     }
-    document |= {"aliases": {"tied": "0.bias"}, "sharding": sharding, "files": {name: {} for name in files}}
+    document |= {
+        "aliases": {"tied": "0.bias"},
+        "sharding": sharding,
+        "files": {name: {} for name in contents},
+    }
     (path / "manifest.json").write_text(json.dumps(document))
     sign(path)
     assert_old(path)

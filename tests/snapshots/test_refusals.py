@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from one_process import batch, chain, difference, same_everywhere, train
+from one_process import batch, chain, same_everywhere, train
 from same import assert_same
 from sharded import distribute
 from snapshot_files import resume, save
@@ -35,8 +35,8 @@ def made(kind=SGD, **options):
     return model, distributed(model, kind(model.parameters(), lr=0.1), **options)
 
 
-def snapshots_of(folder, model, optimizer, **more):
-    return hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True, **more)
+def snapshots_of(folder, model, optimizer, blocking=True, **more):
+    return hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=blocking, **more)
 
 
 class Feed:
@@ -238,45 +238,14 @@ def test_a_first_save_exchanges_once_and_a_loss_with_its_graph_is_saved_as_a_num
         calls.append(name)
         return unspied(values, name, process_set)
 
-    with snapshots_of(folder, model, optimizer, scaler=hc.GradScaler("cpu", enabled=False)) as snapshots:
+    scaler = hc.GradScaler("cpu", enabled=False)
+    with snapshots_of(folder, model, optimizer, blocking=False, scaler=scaler) as snapshots:
         loss = model(batch(0, 0)).square().mean()
         with monkeypatch.context() as patch:
             patch.setattr(agreement, "_sum", spying)
             snapshots.save(1, best=loss)
         assert len(calls) == 1
         assert snapshots.resume() == 1 and torch.equal(snapshots.loop["best"], loss)
-
-
-@pytest.mark.parametrize("shard", [1, 3])
-def test_half_precision_shards_resume_whole(folder, shard):
-    """The moments are those of float32 master weights, which a whole optimizer has not."""
-
-    def make(**options):
-        model = chain(2, torch.bfloat16)
-        return model, distributed(model, ADAM(model.parameters(), lr=0.01), **options)
-
-    model, optimizer = make(shard=shard)
-    train(model, optimizer, range(2))
-    save(folder, model, optimizer)
-    again, whole = make()
-    resume(folder, again, whole)
-    train(model, optimizer, range(2, 4))
-    train(again, whole, range(2, 4))
-    with optimizer.gathered_parameters():
-        assert difference(model, again) < 0.01
-
-
-@pytest.mark.parametrize("shard", [1, 3])
-def test_a_parameter_without_elements_is_no_obstacle(folder, shard):
-    for step, options in enumerate(({"shard": shard}, {}, {"shard": shard})):
-        model = nn.Linear(4, 4)
-        model.empty = nn.Parameter(torch.zeros(0, 2))
-        optimizer = distributed(model, ADAM(model.parameters(), lr=0.01), **options)
-        with snapshots_of(folder, model, optimizer) as snapshots:
-            assert snapshots.resume() == step
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            snapshots.save(step + 1)
 
 
 def groups(model, seed):
