@@ -43,37 +43,15 @@ def test_two_loops_in_one_folder(folder):
     assert not (folder / LOCK_FILE).exists()
 
 
-@pytest.fixture
-def trainer(folder, monkeypatch):
-    """Makes those of the training command."""
+def test_runs_of_the_command_in_one_folder(folder, monkeypatch):
+    """One starts where a start was killed, and not where it would mix with files of the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     small = {"sequence_length": 8, "model_options": {"layers": 1, "width": 8, "heads": 1}, "eval_batches": 1}
 
-    def make(steps, **place):
+    def trainer(steps, **place):
         config = hc.training.Config("gpt-tiny", steps=steps, **small, **place)
         return hc.training.Trainer(config, *hc.training.assemble(config))
 
-    return make
-
-
-def test_a_run_of_the_command_in_one_folder(folder, trainer):
-    run = folder / "run"
-    trainer(1, output=str(run)).run()
-    first = trainer(2, resume=str(run))
-    written = (run / "config.yaml").read_bytes()
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="in use by"):
-            trainer(3, resume=str(run))
-    hc.barrier()
-    assert (run / "config.yaml").read_bytes() == written
-    first.run()
-    trainer(3, resume=str(run)).run()
-    hc.barrier()
-    assert not (run / LOCK_FILE).exists()
-
-
-def test_a_run_starts_again_in_the_folder_of_a_start_that_was_killed(folder, trainer):
-    """Not where it would mix with files of the user's."""
     left = (LOCK_FILE, ".config.yaml.0", ".plan.json.0", "plan.json", "stop")
     run, mixed = folder / "run", folder / "mixed"
     if hc.rank() == 0:
@@ -89,3 +67,15 @@ def test_a_run_starts_again_in_the_folder_of_a_start_that_was_killed(folder, tra
             trainer(1, output=str(place))
     hc.barrier()
     assert {path.name for path in mixed.iterdir()} == {*left, "notes"}
+
+    first = trainer(2, resume=str(run))
+    written = (run / "config.yaml").read_bytes()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="in use by"):
+            trainer(3, resume=str(run))
+    hc.barrier()
+    assert (run / "config.yaml").read_bytes() == written
+    first.run()
+    trainer(3, resume=str(run)).run()
+    hc.barrier()
+    assert not (run / LOCK_FILE).exists()
