@@ -166,7 +166,7 @@ def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder):
         next(folder.rglob("replicated.pt")).write_bytes(b"")
     hc.barrier()
     with pytest.warns() if hc.rank() == 0 else pytest.MonkeyPatch.context():
-        on_all(SnapshotError, "", resume, folder, model, optimizer)
+        on_all(SnapshotError, "None of the snapshots in", resume, folder, model, optimizer)
 
 
 @pytest.mark.parametrize("make", [hc.DistributedOptimizer, hc.LocalSGD])
