@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import numpy
 import pytest
 import torch
+from batches import assert_refused, same_batch, whole
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
@@ -16,23 +17,6 @@ from hvd_ckpt.app.datasets.images import Digits, ImageArrays, ImageFolder, open_
 from hvd_ckpt.app.datasets.volumes import Ellipsoids, VolumeArrays, open_volumes
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler, batches_of_rank
-
-
-def assert_refused(says, call, *arguments, error=ValueError, **options):
-    """A call that is wrong says so in one line."""
-    with pytest.raises(error) as caught:
-        call(*arguments, **options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def whole(data):
-    """All samples of a data set, in one batch."""
-    return data.batch(range(len(data)), [0] * len(data))
-
-
-def same(one, other):
-    ours, theirs = ((*batch.inputs, batch.targets, *batch.shared.values()) for batch in (one, other))
-    return all(map(torch.equal, ours, theirs))
 
 
 class Counted:
@@ -183,7 +167,7 @@ def test_digits_are_divided_and_standardised_by_those_trained_on():
     images = (*batch.inputs[0], *whole(evaluation).inputs[0])
     assert len({image.numpy().tobytes() for image in images}) == 1797
     assert batch.targets.dtype == torch.int64 and set(batch.targets.tolist()) == set(range(10))
-    assert same(Digits(8, seed=1).split(0.2)[0].batch([3], [0]), training.batch([3], [0]))
+    assert same_batch(Digits(8, seed=1).split(0.2)[0].batch([3], [0]), training.batch([3], [0]))
     large = Digits(16).batch([0, 7], [0, 0]).inputs[0]
     assert large.shape == (2, 1, 16, 16) and large.dtype == torch.float32
 
@@ -193,7 +177,7 @@ def test_image_arrays_come_in_every_layout(tmp_path):
     labels = numpy.array([0, 1, 2, 1, 0])
     good = write_npz(tmp_path / "a.npz", images=images, labels=labels)
     last, first = open_images(str(good), 6), ImageArrays((numpy.moveaxis(images, 3, 1), labels))
-    assert same(last.batch([1, 4], [0, 0]), first.batch([1, 4], [0, 0]))
+    assert same_batch(last.batch([1, 4], [0, 0]), first.batch([1, 4], [0, 0]))
     assert (last.channels, last.classes) == (3, 3)
     assert ImageArrays((images[..., 0], labels), 12).batch([0], [0]).inputs[0].shape == (1, 1, 12, 12)
     path = tmp_path / "wrong.npz"
@@ -244,10 +228,10 @@ def test_ellipsoids_are_brighter_than_what_is_around_them():
     for volume, label in zip(volumes[:, 0], labels):
         assert volume[label == 1].mean() > volume[label == 0].mean() + 0.5
         assert abs(volume.mean()) < 1e-4 and abs(volume.std() - 1) < 1e-2
-    assert same(data.batch([3], [0]), data.batch([3], [9]))  # a fixed data set
+    assert same_batch(data.batch([3], [0]), data.batch([3], [9]))  # a fixed data set
     training, evaluation = data.split(0.25)
     assert len(training) == 30
-    assert same(evaluation.batch([0], [0]), data.batch([30], [0]))
+    assert same_batch(evaluation.batch([0], [0]), data.batch([30], [0]))
     assert open_volumes(None, 8).batch([0], [0]).inputs[0].shape == (1, 1, 8, 8, 8)
 
 

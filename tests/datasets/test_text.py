@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
+from batches import assert_refused, same_batch, whole
 from snapshot_files import file_size_limit
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -44,23 +45,6 @@ def tokenizer(tmp_path):
     made.enable_padding(length=8)
     made.save(str(tmp_path / "tokenizer.json"))
     return tmp_path / "tokenizer.json"
-
-
-def assert_refused(says, call, *arguments, error=ValueError, **options):
-    """A call that is wrong says so in one line."""
-    with pytest.raises(error) as caught:
-        call(*arguments, **options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def whole(data):
-    """All samples of a data set, in one batch."""
-    return data.batch(range(len(data)), [0] * len(data))
-
-
-def same(one, other):
-    ours, theirs = ((*batch.inputs, batch.targets, *batch.shared.values()) for batch in (one, other))
-    return all(map(torch.equal, ours, theirs))
 
 
 def assembled(model="gpt-tiny", **settings):
@@ -197,8 +181,8 @@ def test_the_end_of_the_text_is_held_out(text):
     data = MaskedText(Tokens(text), 100, seed=1)
     training, evaluation = data.split(0.1)
     assert (len(training), len(evaluation)) == (180, 20)
-    assert same(training.batch([179], [2]), data.batch([179], [2]))
-    assert same(evaluation.batch([0, 19], [2, 2]), data.batch([180, 199], [2, 2]))
+    assert same_batch(training.batch([179], [2]), data.batch([179], [2]))
+    assert same_batch(evaluation.batch([0, 19], [2, 2]), data.batch([180, 199], [2, 2]))
     everything, nothing = data.split(0)
     assert len(everything) == 200 and nothing is None
     for number in (20, -1):
@@ -228,9 +212,9 @@ def test_random_numbers_depend_on_seed_epoch_and_sample_only(kind, text):
     data = kind(tokens, 100, seed=1)
     together = data.batch([7, 3, 7, 7], [0, 1, 2, 0])
     alone = [data.batch([sample], [epoch]) for sample, epoch in ((7, 0), (3, 1), (7, 2), (7, 0))]
-    assert all(map(same, together.split(4), alone))
-    assert not same(alone[0], alone[2])
-    assert not same(alone[0], kind(tokens, 100, seed=2).batch([7], [0]))
+    assert all(map(same_batch, together.split(4), alone))
+    assert not same_batch(alone[0], alone[2])
+    assert not same_batch(alone[0], kind(tokens, 100, seed=2).batch([7], [0]))
 
 
 def test_permuted_text_predicts_spans_in_every_order(text):
@@ -386,7 +370,7 @@ def test_documents_are_packed_and_nothing_is_predicted_across_their_ends(form, t
     assert targets == [IGNORED if shown == end else token for shown, token in zip(inputs, following)]
     if form == "lines":  # the cache keeps the two apart
         assert len(Tokens("texts", **settings)) != len(Tokens("texts", documents="lines", **settings))
-    assert same(train.batch([1], [0]), batch.split(len(train))[1])
+    assert same_batch(train.batch([1], [0]), batch.split(len(train))[1])
 
 
 def test_documents_that_cannot_be_read(folder):

@@ -4,7 +4,6 @@ Where ranks matter, the writers of two ranks share this process; nothing but fil
 """
 
 import copy
-import itertools
 import os
 import re
 import shutil
@@ -218,20 +217,15 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(tmp_path, 
 def test_a_run_killed_while_it_removes_later_snapshots_resumes_from_the_last_or_the_new_one(
     tmp_path, killed_after
 ):
-    def counted(function):
-        def call(*arguments, **options):
-            if next(calls) == killed_after:
-                raise KeyboardInterrupt
-            return function(*arguments, **options)
-
-        return call
+    def until_killed(function):
+        return lambda *given, **options: (calls.pop(), function(*given, **options))[1]
 
     for step in (20, 30, 40, 50):
         write(tmp_path, step)
     new = write(tmp_path, 30, replicated="new")
-    calls = itertools.count()
-    changes = (Path, "rename", counted(Path.rename)), (shutil, "rmtree", counted(shutil.rmtree))
-    with patched(*changes), suppress(KeyboardInterrupt):
+    calls = [None] * killed_after  # and the next one is an error
+    changes = (Path, "rename", until_killed(Path.rename)), (shutil, "rmtree", until_killed(shutil.rmtree))
+    with patched(*changes), suppress(IndexError):
         remove([tmp_path / f"step-000000{step}" for step in (50, 40)], pytest.fail)
     assert found_in(tmp_path) == (tmp_path / "step-00000050" if killed_after < 2 else new)
     assert read_snapshot(new).replicated == "new"
