@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
@@ -155,10 +156,11 @@ def write(
     per_rank: Any = None,
     weights: dict[str, Any] | None = None,
     ranges: Sequence[Range] = (),
+    blocking: bool = True,
 ) -> Path:
     """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
     told: list[str] = []
-    with SnapshotWriter(folder, 100, 0, 1, "0123abcd", told.append, blocking=True) as writer:
+    with SnapshotWriter(folder, 100, 0, 1, "0123abcd", told.append, blocking) as writer:
         state = state_of(weights, replicated, per_rank)
         state.ranges = [*state.ranges, *ranges]
         writer.begin(step, state)
@@ -178,6 +180,19 @@ def write_ranks(folder: Path, step: int, states: Sequence[SavedState]) -> Path:
     for writer in writers:
         writer.close()
     return folder / name_of(step)
+
+
+def save(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
+    """Saves step 1 of a loop, after it has resumed if it can."""
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True, **more) as snapshots:
+        snapshots.resume()
+        snapshots.save(1)
+
+
+def resume(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
+    """Resumes a loop from its step 1."""
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, **more) as snapshots:
+        assert snapshots.resume() == 1
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """Tests of hostile or damaged states and of states of other models: one line that names the place."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +11,26 @@ from hvd_ckpt.processes.launchers import check_environment
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
+from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.snapshots.schema import Layout, Range
 from hvd_ckpt.utils.cuts import Cut, mark
 from hvd_ckpt.utils.schema import Wrong
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def resumed(tmp_path_factory):
     return read_snapshot(write(tmp_path_factory.mktemp("snapshots"), 2, *state_of_run()), 0)
 
 
-def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
+def test_state_of_a_run_is_valid_and_no_key_of_it_may_be_missing(resumed):
     check_state(resumed)
     check_fits(resumed, *model_and_optimizer())
+    for part in ("replicated", "per_rank"):
+        for key in getattr(resumed, part):
+            forged = copy.deepcopy(resumed)
+            del getattr(forged, part)[key]
+            with pytest.raises(SnapshotError, match=f"{part}: {key} is missing"):
+                check_state(forged)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,9 @@ def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
         (("replicated", "logged"), [(torch.tensor(1.0), 2.0)], r"logged\[0\]\[0\].*tensor"),
     ],
 )
-def test_invalid_state_is_refused_with_its_key(
-    resumed: Snapshot, place: tuple[Any, ...], value: object, says: str
-) -> None:
+def test_invalid_state_is_refused_with_its_key(resumed, place, value, says):
     forged = copy.deepcopy(resumed)
-    inner: Any = {"replicated": forged.replicated, "per_rank": forged.per_rank}
+    inner = {"replicated": forged.replicated, "per_rank": forged.per_rank}
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
@@ -61,9 +61,7 @@ def test_invalid_state_is_refused_with_its_key(
 
 
 @pytest.mark.parametrize("value", [None, [], 3, {"optimizer": 3}, {"optimizer": {"state": []}}], ids=str)
-def test_a_file_of_any_rank_must_have_the_state_of_one(
-    resumed: Snapshot, tmp_path: Path, value: object
-) -> None:
+def test_a_file_of_any_rank_must_have_the_state_of_one(resumed, tmp_path, value):
     forged = read_snapshot(write(tmp_path, 2, resumed.replicated, value), 0)
     with pytest.raises(SnapshotError, match="per_rank: "):
         check_state(forged)
@@ -71,33 +69,25 @@ def test_a_file_of_any_rank_must_have_the_state_of_one(
         optimizer_values(forged, {"0.weight"})
 
 
-def test_a_missing_key_is_named(resumed: Snapshot) -> None:
-    for part in ("replicated", "per_rank"):
-        for key in getattr(resumed, part):
-            forged = copy.deepcopy(resumed)
-            del getattr(forged, part)[key]
-            with pytest.raises(SnapshotError, match=f"{part}: {key} is missing"):
-                check_state(forged)
+def assert_of_another(says, snapshot, model, optimizer):
+    with pytest.raises(SnapshotError, match=says):
+        check_fits(snapshot, model, optimizer)
 
 
-def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -> None:
-    with pytest.raises(SnapshotError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
-        check_fits(resumed, *model_and_optimizer(5))
-    model, _ = model_and_optimizer()
-    with pytest.raises(
-        SnapshotError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
-    ):
-        check_fits(resumed, model, torch.optim.AdamW(model.parameters(), 1e-3, amsgrad=True))
-    forged = copy.deepcopy(resumed)
-    name = "optimizer.exp_avg/0.weight"
+def test_state_of_another_model_or_other_options_is_refused(resumed):
+    says = r"weights\[.*must be a tensor of float32 .*of another model"
+    assert_of_another(says, resumed, *model_and_optimizer(5))
+    model, optimizer = model_and_optimizer()
+    amsgrad = torch.optim.AdamW(model.parameters(), 1e-3, amsgrad=True)
+    says = "has no max_exp_avg_sq, which this optimizer with its options needs"
+    assert_of_another(says, resumed, model, amsgrad)
+    forged, name = copy.deepcopy(resumed), "optimizer.exp_avg/0.weight"
     forged.manifest.tensors[name] = forged.manifest.tensors[name].model_copy(update={"size": (3,)})
-    with pytest.raises(
-        SnapshotError, match=r'exp_avg\["0.weight"\] is a tensor of float32 \[3\], and must be'
-    ):
-        check_fits(forged, *model_and_optimizer())
+    says = r'exp_avg\["0.weight"\] is a tensor of float32 \[3\], and must be'
+    assert_of_another(says, forged, model, optimizer)
 
 
-def test_a_buffer_that_was_cut_into_other_parts_stays(tmp_path: Path) -> None:
+def test_a_buffer_that_was_cut_into_other_parts_stays_unless_it_is_of_another_model(tmp_path):
     """As slopes of heads, which a recipe of tensor parallelism slices."""
     replicated, per_rank, weights, ranges = state_of_run()
     states = []
@@ -107,37 +97,22 @@ def test_a_buffer_that_was_cut_into_other_parts_stays(tmp_path: Path) -> None:
         states.append(SavedState(replicated, per_rank, [*own, half], {}, Layout(tensor=2)))
     snapshot = open_snapshot(write_ranks(tmp_path, 2, states))
     model, optimizer = model_and_optimizer()
-    for is_cut in (True, False):
-        model.register_buffer("slopes", torch.ones(4), persistent=False)
-        if is_cut:
-            mark(model.slopes, Cut(0, 4))
-            check_fits(snapshot, model, optimizer)
-        else:
-            with pytest.raises(SnapshotError, match=r'buffers@0\["slopes"\] is .*\[2\], and must be .*\[4\]'):
-                check_fits(snapshot, model, optimizer)
+    has_none = 'buffers@0 has "slopes": the snapshot is of another model'
+    assert_of_another(has_none, snapshot, model, optimizer)
+    model.register_buffer("other", torch.zeros(2), persistent=False)
+    assert_of_another(has_none, snapshot, model, optimizer)
+    model.register_buffer("slopes", torch.ones(4), persistent=False)
+    has_a_larger_one = r'buffers@0\["slopes"\] is .*\[2\], and must be .*\[4\]'
+    assert_of_another(has_a_larger_one, snapshot, model, optimizer)
+    mark(model.slopes, Cut(0, 4))
+    check_fits(snapshot, model, optimizer)
 
 
-@pytest.mark.parametrize("here", ["other", None])
-def test_a_buffer_of_this_rank_that_the_model_has_not_is_of_another_model(
-    tmp_path: Path, here: str | None
-) -> None:
-    replicated, per_rank, weights, ranges = state_of_run()
-    slopes = Range.of("buffers@0/slopes", torch.zeros(2))
-    snapshot = open_snapshot(write(tmp_path, 2, replicated, per_rank, weights, [*ranges, slopes]))
-    model, optimizer = model_and_optimizer()
-    if here is not None:
-        model.register_buffer(here, torch.zeros(2), persistent=False)
-    with pytest.raises(SnapshotError, match='buffers@0 has "slopes": the snapshot is of another model'):
-        check_fits(snapshot, model, optimizer)
-
-
-def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in (
-        ("OMP_NUM_THREADS", "x"),
-        ("HOROVOD_CYCLE_TIME", "nan"),
-        ("HOROVOD_SIZE", "9" * 5000),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            with pytest.raises(ValueError, match=f"{variable} is '{value[:5]}"):
-                check_environment()
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OMP_NUM_THREADS", "x"), ("HOROVOD_CYCLE_TIME", "nan"), ("HOROVOD_SIZE", "9" * 5000)],
+)
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} is '{value[:5]}"):
+        check_environment()

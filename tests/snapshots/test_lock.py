@@ -1,7 +1,5 @@
 """The lock of a run's folder: a second run is refused until the first has ended, however it does."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import json
@@ -11,9 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,12 +27,38 @@ if child:
     print(child, flush=True)
 time.sleep(100)
 """
+by_root = pytest.mark.skipif(os.getuid() != 0, reason="root alone can become another user")
 
 
-def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A file system that has none."""
+
+    def unknown(*_):
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+
+
+@pytest.fixture
+def everyones_folder():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@contextmanager
+def another_user():
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path):
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         child = int(owner.stdout.readline())
         try:
             with pytest.raises(SnapshotError, match=f"process {owner.pid} on .*, since 20") as refused:
@@ -51,7 +74,7 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"process": "x", "machine": 3}'])
-def test_a_damaged_lock_is_taken_over(tmp_path: Path, content: str) -> None:
+def test_a_damaged_lock_is_taken_over(tmp_path, content):
     (tmp_path / LOCK_FILE).write_text(content)
     held = FolderLock(tmp_path)
     (tmp_path / LOCK_FILE).write_text(content)
@@ -60,47 +83,46 @@ def test_a_damaged_lock_is_taken_over(tmp_path: Path, content: str) -> None:
     del held
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="root alone can become another user")
-def test_a_run_of_another_user_is_refused_until_it_has_ended() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o777)
-        held = FolderLock(folder)
-        (folder / LOCK_FILE).chmod(0o644)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(SnapshotError, match=f"in use by process {os.getpid()} on"):
-                FolderLock(folder)
-            held.release()
-            os.seteuid(0)
-            (folder / LOCK_FILE).write_text("of a process that has died")
-            os.seteuid(65534)
-            own = FolderLock(folder)
-            assert (folder / LOCK_FILE).stat().st_uid == 65534
-            own.release()
-        finally:
-            os.seteuid(0)
+@by_root
+def test_a_run_of_another_user_is_refused_until_it_has_ended(everyones_folder):
+    file = everyones_folder / LOCK_FILE
+    held = FolderLock(everyones_folder)
+    file.chmod(0o644)
+    with another_user():
+        with pytest.raises(SnapshotError, match=f"in use by process {os.getpid()} on"):
+            FolderLock(everyones_folder)
+        held.release()
+    file.write_text("of a process that has died")
+    with another_user():
+        own = FolderLock(everyones_folder)
+        assert file.stat().st_uid == 65534
+        own.release()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="root alone can become another user")
-def test_the_file_of_another_user_stays_where_files_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any) -> None:
-        raise OSError(38, os.strerror(38))
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o777)
-        (folder / LOCK_FILE).write_text("of a run that may go on")
-        monkeypatch.setattr(fcntl, "flock", unknown)
-        os.seteuid(65534)
-        try:
-            FolderLock(folder).release()
-        finally:
-            os.seteuid(0)
-        assert (folder / LOCK_FILE).read_text() == "of a run that may go on"
+@by_root
+@pytest.mark.usefixtures("without_locks")
+def test_the_file_of_another_user_stays_where_files_cannot_be_locked(everyones_folder):
+    (everyones_folder / LOCK_FILE).write_text("of a run that may go on")
+    with another_user():
+        FolderLock(everyones_folder).release()
+    assert (everyones_folder / LOCK_FILE).read_text() == "of a run that may go on"
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_locks")
+def test_where_files_cannot_be_locked_the_first_owner_hears_of_the_second(tmp_path):
+    first = FolderLock(tmp_path)
+    first.check()
+    second = FolderLock(tmp_path)
+    second.check()
+    with pytest.raises(SnapshotError, match=f"process {os.getpid()} on .*taken over"):
+        first.check()
+    first.release()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())  # it is the other's
+    second.release()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("text")
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "mine")
     held = FolderLock(tmp_path)
@@ -109,38 +131,10 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "text" and (tmp_path / LOCK_FILE).is_symlink()
 
 
-def test_of_starters_at_once_one_has_the_lock(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    for _ in range(5):
-        (tmp_path / LOCK_FILE).write_text("{}")  # of a process that was killed
-        results, begun = context.Queue(), context.Barrier(6)
-        starters = [context.Process(target=_start, args=(tmp_path, begun, results)) for _ in range(6)]
-        for starter in starters:
-            starter.start()
-        assert sorted(results.get(timeout=60) for _ in starters) == [False] * 5 + [True]
-        for starter in starters:
-            starter.kill()
-            starter.join()
+def test_a_lock_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    lock, removed = fcntl.flock, []
 
-
-def _start(folder: Path, begun: Any, results: Any) -> None:
-    begun.wait()
-    try:
-        held = FolderLock(folder)
-    except SnapshotError:
-        results.put(False)
-    else:
-        results.put(True)
-        time.sleep(100)
-        del held
-
-
-def test_a_lock_that_was_removed_meanwhile_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, removed = fcntl.flock, list[Path]()
-
-    def late(file: Any, how: int) -> None:
+    def late(file, how):
         if not removed:
             removed.append(tmp_path / LOCK_FILE)
             removed[0].unlink()
@@ -155,7 +149,7 @@ def test_a_lock_that_was_removed_meanwhile_is_made_anew(
     assert not os.listdir(tmp_path)
 
 
-def test_a_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+def test_a_child_leaves_the_lock_to_its_parent(tmp_path):
     held = FolderLock(tmp_path)
     child = multiprocessing.get_context("fork").Process(target=held.release)
     child.start()
@@ -164,23 +158,4 @@ def test_a_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
         FolderLock(tmp_path)
     del held
     gc.collect()
-    assert not os.listdir(tmp_path)
-
-
-def test_where_files_cannot_be_locked_the_first_owner_hears_of_the_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_: Any) -> None:
-        raise OSError(38, os.strerror(38))
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
-    first = FolderLock(tmp_path)
-    first.check()
-    second = FolderLock(tmp_path)
-    second.check()
-    with pytest.raises(SnapshotError, match=f"process {os.getpid()} on .*taken over"):
-        first.check()
-    first.release()
-    assert json.loads((tmp_path / LOCK_FILE).read_text())  # it is the other's
-    second.release()
     assert not os.listdir(tmp_path)

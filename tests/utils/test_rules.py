@@ -1,13 +1,9 @@
 """The table of rules: each rule is provoked through the public API, and its sentence stands nowhere else."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -24,43 +20,50 @@ from hvd_ckpt.utils import rules
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
-Provoke = Callable[[], Any]
+
+@pytest.fixture(scope="module", autouse=True)
+def _started():
+    """Also in a process that no launcher has started."""
+    hc.init()
 
 
-def config(**settings: Any) -> Provoke:
+def config(**settings):
     return lambda: hc.training.Config("gpt-tiny", **settings)
 
 
-def model() -> nn.Sequential:
+def model():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def wrap(**options: Any) -> Any:
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def wrap(**options):
     net = model()
-    return distribute(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), **options)
+    return distribute(sgd(net), net.named_parameters(), **options)
 
 
-def optimizer(**options: Any) -> Provoke:
+def optimizer(**options):
     return lambda: wrap(**options)
 
 
-def unnamed(**options: Any) -> Provoke:
+def unnamed(**options):
     """An optimizer that knows no module."""
-    return lambda: distribute(torch.optim.SGD(model().parameters(), lr=0.1), **options)
+    return lambda: distribute(sgd(model()), **options)
 
 
-def local(**options: Any) -> Provoke:
+def local(**options):
     net = model()
-    bare = torch.optim.SGD(net.parameters(), lr=0.1)
-    return lambda: hc.LocalSGD(bare, net.named_parameters(), every=2, **options)
+    return lambda: hc.LocalSGD(sgd(net), net.named_parameters(), every=2, **options)
 
 
-def estimate(**options: Any) -> Provoke:
+def estimate(**options):
     return lambda: hc.estimate_memory(model(), 2, **options)
 
 
-def elastic(provoke: Provoke) -> Provoke:
-    def within() -> None:
+def elastic(provoke):
+    def within():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOROVOD_ELASTIC", "1")
             provoke()
@@ -68,8 +71,8 @@ def elastic(provoke: Provoke) -> Provoke:
     return within
 
 
-def joined(make: Provoke) -> Provoke:
-    def join() -> None:
+def joined(make):
+    def join():
         kept = make()
         hc.join()
         del kept
@@ -77,52 +80,46 @@ def joined(make: Provoke) -> Provoke:
     return join
 
 
-def averaged() -> None:
-    hc.AveragedWeights(wrap(), avg_fn=print, multi_avg_fn=print)
-
-
-def split_parameters() -> None:
+def split_parameters():
     net = model()
-    kept = hc.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), shard=3)
+    kept = hc.DistributedOptimizer(sgd(net), net.named_parameters(), shard=3)
     hc.broadcast_parameters(net.named_parameters(), root_rank=0)
     del kept
 
 
-def twice_differentiated() -> None:
+def twice_differentiated():
     hidden = torch.randn(4, 4, requires_grad=True)
     loss = hc.chunked_cross_entropy(nn.Linear(4, 4), hidden, torch.zeros(4, dtype=torch.long), 2)
     torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 class Module(L.LightningModule):
-    def __init__(self, automatic: bool, optimizers: int = 1) -> None:
+    def __init__(self, automatic, optimizers):
         super().__init__()
         self.net, self.optimizers_made = model(), optimizers
         self.automatic_optimization = automatic
 
-    def training_step(self, batch: Any) -> torch.Tensor:
+    def training_step(self, batch):
         return self.net(batch[0]).sum()
 
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net.parameters(), lr=0.1) for _ in range(self.optimizers_made)]
+    def configure_optimizers(self):
+        return [sgd(self.net) for _ in range(self.optimizers_made)]
 
 
-def lightning(
-    strategy: dict[str, Any], automatic: bool = True, optimizers: int = 1, **settings: Any
-) -> Provoke:
-    def fit() -> None:
+def lightning(strategy, automatic=True, optimizers=1):
+    def fit():
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=2)
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_steps": 1}
-        L.Trainer(strategy=HorovodStrategy(**strategy), **quiet, **settings).fit(
-            Module(automatic, optimizers), loader
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = L.Trainer(
+            strategy=HorovodStrategy(**strategy), accelerator="cpu", max_steps=1, **dict.fromkeys(off, False)
         )
+        trainer.fit(Module(automatic, optimizers), loader)
 
     return fit
 
 
-def trainer(arguments: dict[str, Any], **options: Any) -> Provoke:
-    def make() -> None:
+def trainer(arguments, **options):
+    def make():
         args = transformers.TrainingArguments("unused", report_to=[], use_cpu=True)
         for name, value in arguments.items():
             setattr(args, name, value)  # such as deepspeed, which would be imported
@@ -132,11 +129,11 @@ def trainer(arguments: dict[str, Any], **options: Any) -> Provoke:
 
 
 APEX = "apex-O1"
-STAGES: dict[str, Any] = {"pipeline": 2}
-REPLICAS: dict[str, Any] = {"replicas": 4}
-LOCAL: dict[str, Any] = {"local": 4}
+STAGES = {"pipeline": 2}
+REPLICAS = {"replicas": 4}
+LOCAL = {"local": 4}
 RANKS = hc.ProcessSet([0])
-CASES: dict[tuple[str, str], Provoke] = {
+CASES = {
     ("shard", rules.ELASTIC): elastic(optimizer(shard=1)),
     ("shard", "op=Adasum|Min|Max|Product"): optimizer(shard=1, op=hc.Max),
     ("shard", rules.APEX): config(shard=1, precision=APEX),
@@ -211,9 +208,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("tensor", "optimizer=adafactor"): config(tensor=2, optimizer="adafactor"),
     ("tensor", rules.APEX): config(tensor=2, precision=APEX),
     ("tensor", "comm"): lambda: hc.init([0, 1], tensor=2),
-    ("tensor", "an optimizer that is made already"): estimate(
-        tensor=2, optimizer=torch.optim.SGD(model().parameters(), lr=0.1)
-    ),
+    ("tensor", "an optimizer that is made already"): estimate(tensor=2, optimizer=sgd(model())),
     ("gradient_predivide_factor", "op=Sum|Adasum|Min|Max|Product"): optimizer(
         op=hc.Sum, gradient_predivide_factor=2.0
     ),
@@ -237,7 +232,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("patience", "eval_every"): config(patience=2),
     ("patience", "validation_split=0.0"): config(patience=2, eval_every=1, validation_split=0.0),
     ("resume", "output"): config(resume="a", output="b"),
-    ("avg_fn", "multi_avg_fn"): averaged,
+    ("avg_fn", "multi_avg_fn"): lambda: hc.AveragedWeights(wrap(), avg_fn=print, multi_avg_fn=print),
     ("HorovodStrategy", "lr_find()"): lambda: HorovodStrategy().save_checkpoint({}, ".lr_find_1.ckpt"),
     ("HorovodStrategy", "sync_dist_group"): lambda: HorovodStrategy().reduce(torch.ones(1), group=[0]),
     **{
@@ -265,6 +260,7 @@ ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split mode
     ("checkpoint(partition=True)", "tensor_parallel(sequence=True)"): "tests/helpers/scripts/tensor_modes.py",
     ("gradient_predivide_factor", "ROCm"): "no machine of the tests",
 }
+PROVOKED = [rule for rule in rules.RULES if (rule.feature, rule.other) in CASES]
 TABLE = [(rule.feature, rule.other) for rule in rules.RULES]
 LIBRARY = Path(rules.__file__).parent.parent
 SENTENCE = re.compile(
@@ -272,16 +268,13 @@ SENTENCE = re.compile(
 )
 
 
-def test_each_rule_has_a_test_and_stands_once() -> None:
+def test_each_rule_has_a_test_and_stands_once():
     assert {*CASES, *ELSEWHERE} == {*TABLE} and not {*CASES} & {*ELSEWHERE}
     assert max(Counter(TABLE).values()) == 1
 
 
-@pytest.mark.parametrize(
-    "rule", [rule for rule in rules.RULES if (rule.feature, rule.other) in CASES],
-    ids=lambda rule: f"{rule.feature} {rule.other}",
-)  # fmt: skip
-def test_what_breaks_a_rule_is_one_sentence(rule: rules.Rule) -> None:
+@pytest.mark.parametrize("rule", PROVOKED, ids=lambda rule: f"{rule.feature} {rule.other}")
+def test_what_breaks_a_rule_is_one_sentence(rule):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         CASES[rule.feature, rule.other]()
     said = str(caught.value)
@@ -289,7 +282,7 @@ def test_what_breaks_a_rule_is_one_sentence(rule: rules.Rule) -> None:
     assert "\n" not in said
 
 
-def test_no_such_sentence_stands_anywhere_else() -> None:
+def test_no_such_sentence_stands_anywhere_else():
     for path in sorted(LIBRARY.rglob("*.py")):
         if path.name == "rules.py":
             continue

@@ -1,13 +1,15 @@
-"""Tests of schemas: errors in one line."""
+"""Tests of what users are told: errors of schemas and warnings about a run are one line each."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Annotated
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.plain_data import parse_json
 from hvd_ckpt.utils.schema import Strict, Wrong, first_error
 
@@ -26,9 +28,6 @@ class Whole(Strict):
         if not self.parts:
             raise ValueError("parts has no part")
         return self
-
-
-GOOD = {"parts": {"a b": {"name": "one", "sizes": (1, 2)}}}
 
 
 @pytest.mark.parametrize(
@@ -56,24 +55,24 @@ def test_error_names_place_and_value_in_one_line(parts, more, named):
 
 def test_schema_of_json():
     content = b'{"parts": {"a b": {"name": "one", "sizes": [1, 2]}}}'
-    assert parse_json(Whole, content, "give", "repair") == Whole.model_validate(GOOD)
+    expected = Whole(parts={"a b": Part(name="one", sizes=(1, 2))})
+    assert parse_json(Whole, content, "give", "repair") == expected
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "way_out"),
     [
-        b"",
-        b"\xff",
-        b"[" * 100_000,
-        b'{"parts": {"x": {"name": "y"}}, "parts": {"x": {"name": "y"}}}',
-        b'{"parts": {"x": {"name": "y"}}, "share": NaN}',
-        b'{"parts": {"x": {"name": "y"}}, "share": 1e999}',
-        b'{"parts": {"x": {"name": "y"}}, "share": true}',
-        b'{"parts": {"x": {"name": "y"}}, "share": ' + b"9" * 5000 + b"}",
+        (b"", "repair"),
+        (b"\xff", "give"),
+        (b"[" * 100_000, "repair"),
+        (b'{"parts": {"x": {"name": "y"}}, "parts": {"x": {"name": "y"}}}', "repair"),
+        (b'{"parts": {"x": {"name": "y"}}, "share": 1e999}', "repair"),
+        (b'{"parts": {"x": {"name": "y"}}, "share": true}', "repair"),
+        (b'{"parts": {"x": {"name": "y"}}, "share": ' + b"9" * 5000 + b"}", "repair"),
     ],
 )
-def test_hostile_json(content):
-    with pytest.raises(Wrong, match=r": (give|repair)$"):
+def test_hostile_json(content, way_out):
+    with pytest.raises(Wrong, match=rf": {way_out}$"):
         parse_json(Whole, content, "give", "repair")
 
 
@@ -81,3 +80,15 @@ def test_hostile_json(content):
 def test_what_json_does_not_have_is_refused_whatever_the_schema(content):
     with pytest.raises(Wrong, match=r": repair$"):
         parse_json(dict[str, float], content, "give", "repair")
+
+
+def test_a_warning_about_a_run_is_one_line_and_one_about_code_as_python_prints_it(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        # pytest records warnings in place of printing them.
+        warnings.showwarning = lambda *of: print(warnings.formatwarning(*of[:4]), end="")
+        run_warnings.warn("the disk is full")
+        warnings.warn("a mistake in code", stacklevel=1)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "Warning: the disk is full"
+    assert "UserWarning: a mistake in code" in printed[1] and __file__ in printed[1]
