@@ -35,15 +35,15 @@ class OwnForward(nn.BatchNorm2d):
 
 
 KINDS = {
-    "vectors": (lambda: nn.BatchNorm1d(4), 0),
-    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), 2),
-    "cumulative average": (lambda: nn.BatchNorm2d(4, momentum=None), 2),
-    "SyncBatchNorm, cumulative average": (lambda: SyncBatchNorm(4, momentum=None), 2),
-    "without statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), 2),
-    "SyncBatchNorm without statistics": (lambda: SyncBatchNorm(4, track_running_stats=False), 2),
-    "lazy": (nn.LazyBatchNorm2d, 2),
-    "subclass with a forward of its own": (lambda: OwnForward(4), 2),
-    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), 2),
+    "vectors": lambda: nn.BatchNorm1d(4),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "cumulative average": lambda: nn.BatchNorm2d(4, momentum=None),
+    "SyncBatchNorm, cumulative average": lambda: SyncBatchNorm(4, momentum=None),
+    "without statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "SyncBatchNorm without statistics": lambda: SyncBatchNorm(4, track_running_stats=False),
+    "lazy": nn.LazyBatchNorm2d,
+    "subclass with a forward of its own": lambda: OwnForward(4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
 }
 
 
@@ -57,36 +57,33 @@ class Block(nn.Module):
         return self.norm(x * self.scale).sin()
 
 
-def outcome(module, *tensors):
-    """Gradients, statistics and whatever else is given."""
-    return [*gradients(module), *(buffer.clone() for buffer in module.buffers()), *tensors]
-
-
-def batches(dimensions=2, count=3):
+def batches(shape=(6, 4, 3, 3)):
     torch.manual_seed(5)
-    return [torch.randn(6, 4, *[3] * dimensions) * 2 + 1 for _ in range(count)]
+    return [torch.randn(shape) * 2 + 1 for _ in range(3)]
 
 
-def train(module, run, dimensions=2, backward_passes=2, raw_data=False, dtype=None):
-    for x in batches(dimensions):
-        x.requires_grad_(not raw_data)
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            y = run(x)
+def train(module, run, shape=(6, 4, 3, 3), backward_passes=2, raw_data=False, dtype=None):
+    """Gradients and statistics after three batches."""
+    for x in batches(shape):
+        x = x.to(dtype).requires_grad_(not raw_data)
+        y = run(x)
         for index in range(backward_passes):
             y.float().square().sum().backward(retain_graph=index < backward_passes - 1)
-    return outcome(module, x.grad)
+    return [*gradients(module), *module.buffers(), x.grad]
 
 
 @VARIANTS
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(run, kind):
-    make, dimensions = KINDS[kind]
-    plain, block = Block(make()), Block(make())
-    expected = train(plain, plain, dimensions)
+    shape = (6, 4) if kind == "vectors" else (6, 4, 3, 3)
+    plain, block = Block(KINDS[kind]()), Block(KINDS[kind]())
     buffers = dict(block.norm._buffers)
-    assert_same(expected, train(block, functools.partial(run, block), dimensions))
+    assert_same(train(plain, plain, shape), train(block, functools.partial(run, block), shape))
     # The buffers themselves are the module's own again, not the copies.
     assert all(block.norm._buffers[name] is buffer for name, buffer in buffers.items())
+
+
+# ---------------------------------------------------------------------------------------- ways to hold a module
 
 
 class Trainer:
@@ -102,9 +99,6 @@ class Slots:
 
     __slots__ = ("block",)
 
-    def __init__(self, block):
-        self.block = block
-
 
 GLOBAL = {}
 HOLDER = SimpleNamespace()
@@ -117,9 +111,10 @@ def through_a_global(x):
 def ways(block):
     """Functions that lead to the block."""
     GLOBAL["block"] = HOLDER.block = block
-    layers, objects = [block], [SimpleNamespace(block=block)]
+    layers, objects, slots = [block], [SimpleNamespace(block=block)], Slots()
+    slots.block = block
     held = {
-        "slots": (0, [Slots(block)]),
+        "slots": (0, [slots]),
         "deque": (0, deque(objects)),
         "a longer way first": ([[[objects]]], objects),
         "a way through an object first": (SimpleNamespace(all=objects), objects),
@@ -165,6 +160,9 @@ def test_every_way_to_hold_the_module(run, way):
     assert_same(expected, train(block, ways_to_run(block, run)[way], raw_data=True))
 
 
+# ---------------------------------------------------------------------------------------- passes of other kinds
+
+
 @VARIANTS
 def test_module_used_twice_and_modes_mixed_in_one_region(run):
     def trained(run):
@@ -188,15 +186,14 @@ def test_module_used_twice_and_modes_mixed_in_one_region(run):
 @VARIANTS
 def test_evaluation_mode_and_no_grad_change_nothing(run):
     block = Block().eval()
-    before = copy.deepcopy(block.norm.state_dict())
+    before = copy.deepcopy(list(block.buffers()))
     train(block, functools.partial(run, block))
-    assert all(torch.equal(before[name], value) for name, value in block.norm.state_dict().items())
-    plain = Block()
-    block = copy.deepcopy(plain)
+    assert_same(list(block.buffers()), before)
+    plain, block = Block(), Block()
     with torch.no_grad():
         for x in batches():
             assert torch.equal(plain(x), run(block, x))
-    assert_same(outcome(plain), outcome(block))
+    assert_same(list(plain.buffers()), list(block.buffers()))
 
 
 @VARIANTS
@@ -209,53 +206,43 @@ def test_buffers_come_back_when_the_recomputation_raises(run):
             raise KeyError("broken")
         return y.sin().cos()
 
-    y = run(function, batches(count=1)[0].requires_grad_())
-    buffers = dict(norm._buffers)
-    values = [buffer.clone() for buffer in norm.buffers()]
+    y = run(function, batches()[0].requires_grad_())
+    buffers, values = dict(norm._buffers), copy.deepcopy(norm._buffers)
     with pytest.raises(KeyError, match="broken"):
         y.sum().backward()
     assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
-    assert_same(values, list(norm.buffers()))
+    assert_same(dict(values), buffers)
 
 
-def test_selective_checkpointing():
+def selectively(block, x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+    return checkpoint(block, x, context_fn=contexts)
+
+
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        (lambda block: functools.partial(selectively, block), 1),
+        (lambda block: torch.compile(lambda x: checkpoint(block, x), backend="eager"), 2),
+        (lambda block: functools.partial(reentrant, torch.compile(block, backend="eager")), 2),
+    ],
+    ids=["selective", "compiled around", "compiled inside"],
+)
+def test_selective_checkpointing_and_compilation(run, passes):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     model = copy.deepcopy(plain)
-    expected = train(plain, plain, backward_passes=1)
-
-    def contexts():
-        return create_selective_checkpoint_contexts([torch.ops.aten.convolution.default])
-
-    run = functools.partial(checkpoint, model, context_fn=contexts)
-    assert_same(expected, train(model, run, backward_passes=1))
-
-
-@pytest.mark.parametrize(("where", "run"), [("around", checkpoint), ("inside", reentrant)])
-def test_compiled(where, run):
-    plain, block = Block(), Block()
-    expected = train(plain, plain)
-    if where == "inside":
-        call = functools.partial(run, torch.compile(block, backend="eager"))
-    else:
-        call = torch.compile(lambda x: run(block, x), backend="eager")
-    assert_same(expected, train(block, call))
+    expected = train(plain, plain, backward_passes=passes)
+    assert_same(expected, train(model, run(model), backward_passes=passes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
 def test_sync_batch_norm_on_one_rank_is_batch_norm(dtype, kind):
     plain, synchronized = nn.BatchNorm2d(4, dtype=dtype, **kind), SyncBatchNorm(4, dtype=dtype, **kind)
-    expected, found = (
-        train(module, lambda x, module=module: module(x.to(dtype))) for module in (plain, synchronized)
-    )
-    assert_same(expected, found)
-    x = batches(count=1)[0].to(dtype)
+    assert_same(train(plain, plain, dtype=dtype), train(synchronized, synchronized, dtype=dtype))
+    x = batches()[0].to(dtype)
     assert torch.equal(plain.eval()(x), synchronized.eval()(x))
-
-
-def test_sync_batch_norm_errors():
-    with pytest.raises(ValueError, match=r"got \(4,\)"):
-        SyncBatchNorm(4)(torch.randn(4))
-    with pytest.raises(ValueError, match=r"4 channels.*\(2, 3\)"):
-        SyncBatchNorm(4)(torch.randn(2, 3))
+    for shape in ((4,), (2, 3)):
+        with pytest.raises(ValueError, match=rf"4 channels.*\({', '.join(map(str, shape))},?\)"):
+            synchronized(torch.randn(shape))
