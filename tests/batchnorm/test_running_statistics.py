@@ -17,7 +17,7 @@ from ways import VARIANTS, by_function, plainly, reentrant
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.processes.runtime import init
-from hvd_ckpt.recompute import CheckpointSequential, checkpoint, is_recomputing
+from hvd_ckpt.recompute import CheckpointSequential, checkpoint
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -181,37 +181,6 @@ def test_module_used_twice_and_modes_mixed_in_one_region(run):
         return train(nn.ModuleList([norm, frozen]), functools.partial(run, function))
 
     assert_same(trained(plainly), trained(run))
-
-
-@VARIANTS
-def test_evaluation_mode_and_no_grad_change_nothing(run):
-    block = Block().eval()
-    before = copy.deepcopy(list(block.buffers()))
-    train(block, functools.partial(run, block))
-    assert_same(list(block.buffers()), before)
-    plain, block = Block(), Block()
-    with torch.no_grad():
-        for x in batches():
-            assert torch.equal(plain(x), run(block, x))
-    assert_same(list(plain.buffers()), list(block.buffers()))
-
-
-@VARIANTS
-def test_buffers_come_back_when_the_recomputation_raises(run):
-    norm = nn.BatchNorm2d(4)
-
-    def function(x):
-        y = norm(x)
-        if is_recomputing():
-            raise KeyError("broken")
-        return y.sin().cos()
-
-    y = run(function, batches()[0].requires_grad_())
-    buffers, values = dict(norm._buffers), copy.deepcopy(norm._buffers)
-    with pytest.raises(KeyError, match="broken"):
-        y.sum().backward()
-    assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
-    assert_same(dict(values), buffers)
 
 
 def selectively(block, x):

@@ -41,8 +41,9 @@ class Block(nn.Module):
         self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("large", torch.ones((200, 200) if middle is MIDDLES["large buffer"] else ()))
+        self.register_buffer("crop", torch.tensor([0, WIDTH // 2]))
         self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.steps = 0
+        self.steps, self.order = 0, np.arange(WIDTH)
         self.cached: Tensor | None = None
         for name, part in parts.items():
             if isinstance(part, Tensor):
@@ -113,6 +114,11 @@ def scale_keyword(x: Tensor, out_scaled: Tensor) -> None:
 @torch.library.custom_op("hvd_ckpt_odd::plain", mutates_args=())
 def without_formula(x: Tensor) -> Tensor:
     return x * 2
+
+
+library = torch.library.Library("hvd_ckpt_odd_decomposed", "FRAGMENT")
+library.define("draws(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+library.impl("draws", lambda x: x.sin() * random.random(), "CompositeImplicitAutograd")
 
 
 class Square(torch.autograd.Function):
@@ -232,13 +238,6 @@ class Middles:
             torch.manual_seed(7)
             return x * torch.rand_like(x)
 
-    def default_dtype(block: Any, x: Tensor) -> Tensor:
-        torch.set_default_dtype(torch.float64)
-        try:
-            return (x.double() * torch.rand(WIDTH)).float()
-        finally:
-            torch.set_default_dtype(torch.float32)
-
     def autocast(block: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = block.b(x)
@@ -251,9 +250,10 @@ class Middles:
             return (x.sin() * x).cos()
 
     def complex(block: Any, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x)
-        ones = torch.view_as_complex(torch.ones(9, 2))
-        return torch.fft.irfft(spectrum * ones * spectrum.conj(), n=WIDTH)
+        """A conjugate, and a negated view."""
+        f = torch.fft.rfft(x.sin())
+        powers = (f * f.conj()).real.sqrt() * (f.imag * f.conj().imag).exp()
+        return torch.fft.irfft(powers * torch.view_as_complex(torch.ones(9, 2)), n=WIDTH)
 
     def lists(block: Any, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
@@ -266,6 +266,24 @@ class Middles:
         if not hasattr(block, "table"):
             block.table = torch.arange(float(WIDTH))
         return x * block.table
+
+    def array_that_changes(block: Any, x: Tensor) -> Tensor:
+        y = x[:, block.order]
+        np.random.default_rng(1).shuffle(block.order)
+        return y.exp()
+
+    def slice_of_tensors(block: Any, x: Tensor) -> Tensor:
+        y = x[:, block.crop[0] : block.crop[1]].repeat(1, 2)
+        block.crop += 4
+        return y.exp()
+
+    def function_that_counts(block: Any, x: Tensor) -> Tensor:
+        def distance(one: Tensor, other: Tensor) -> Tensor:
+            block.crop += 1
+            return (one - other).square().sum(-1)
+
+        loss = F.triplet_margin_with_distance_loss(x, x.sin(), x.cos(), distance_function=distance)
+        return x.exp() * loss
 
     def cached_weight(block: Any, x: Tensor) -> Tensor:
         if block.cached is None:
@@ -303,6 +321,7 @@ MIDDLES: dict[str, Middle] = {
     "random operator by packet": lambda block, x: torch.ops.hvd_ckpt_odd.noisy(x),
     "operator with Python's noise": lambda block, x: python_noise(x),
     "operator with its own noise": lambda block, x: own_noise(x),
+    "operator that decomposes": lambda block, x: torch.ops.hvd_ckpt_odd_decomposed.draws(x).exp() * 2,
     "operator without formula": lambda block, x: x + without_formula(x.detach()),
     "mutating operator": lambda block, x: x * (lambda y: halve(y) or y)(x.detach().sin()),
     "needs no gradient before": lambda block, x: torch.ones(x.shape).mul(2).div_(x.exp()).pow_(x.sigmoid()) * x,
@@ -314,6 +333,9 @@ MIDDLES: dict[str, Middle] = {
     "generator": lambda block, x: x * torch.rand(x.shape, generator=torch.Generator().manual_seed(block.steps)),
     "dropouts": lambda block, x: F.alpha_dropout(F.dropout(F.rrelu(x, training=True), 0.3), 0.2, True),
     "fractional pooling": lambda block, x: x + F.fractional_max_pool2d(x[None], 2, output_size=2).sum(),
+    "bernoulli": lambda block, x: torch.bernoulli(x.sigmoid()) * x,
+    "normal": lambda block, x: torch.normal(x.sigmoid(), x.sigmoid()) * x,
+    "mask in a new tensor": lambda block, x: x.sin() * torch.empty(x.shape).bernoulli_(0.5).div_(0.5),
     "gumbel": lambda block, x: x * F.gumbel_softmax(x, hard=True),
     "multinomial": lambda block, x: x[torch.multinomial(torch.ones(len(x)), len(x))],
     "einsum": lambda block, x: torch.einsum("ij,kj,kl->il", x, x.sin(), x),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import threading
 
@@ -15,11 +16,12 @@ from same import assert_same, gradients
 from selective import drop_all, selectively
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from ways import each, in_segments
+from ways import EVERY_KIND, each, in_segments
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.policy import RECOMPUTE, CheckpointPolicy, apply_policy
@@ -89,6 +91,7 @@ ENVIRONMENTS = {
     "default device": lambda: setting(torch.set_default_device, "meta", None),
     "device": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "library": lambda: torch.backends.mkldnn.flags(enabled=False),
 }
 
@@ -104,6 +107,7 @@ class Block(nn.Module):
         made = torch.empty(1)
         factor = FACTOR.get() * (0.5 if made.device.type == "meta" else 1.0)
         factor *= (1.5 if made.itemsize == 8 else 1) * (1.0 if torch.backends.mkldnn.enabled else 0.7)
+        factor *= 1.0 if torch.backends.cuda.flash_sdp_enabled() else 0.9
         return x + torch.tanh(self.outer(torch.tanh(self.inner(x)) * factor)).float()
 
 
@@ -171,22 +175,27 @@ def test_an_environment_of_backward_passes_alone(name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_environment_of_one_of_two_calls(way):
-    def twice(run, model, x):
-        x = run(model, x)
-        with two_modes():
-            return run(model, x)
+def test_an_environment_of_one_of_two_calls_and_backward_passes_on_other_threads(way):
+    def step(run):
+        model = chain()
+        hidden = [run(model, torch.randn(3, 6)) for _ in range(2)]
+        with two_modes():  # both in one context, which is recomputed on two threads
+            losses = [run(model, x).square().mean() for x in hidden]
+        for loss in losses:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        return gradients(model)
 
-    ours, plain = (trained(functools.partial(twice, run)) for run in (WAYS[way], ways.plainly))
-    assert_same(ours, plain, 1e-5)
+    assert_same(step(WAYS[way]), step(ways.plainly), 1e-5)
 
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "segments", "tape"])
 def test_a_mode_that_is_still_entered_is_not_entered_again(way):
     def step(run):
-        model, x = chain(), torch.randn(3, 6)
+        model = chain()
         with Scaling() as mode:
-            out = run(model, x)
+            out = run(model, torch.randn(3, 6))
             with Scaling(0.1):  # of the backward pass alone
                 out.square().mean().backward()
             assert mode.entered
@@ -197,21 +206,6 @@ def test_a_mode_that_is_still_entered_is_not_entered_again(way):
     assert (
         seen > plainly_seen == 8
     )  # those of the recomputation come on top, as under the mode of a whole step
-
-
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "tape"])
-def test_a_backward_pass_on_another_thread_in_a_context_of_its_own(way):
-    def step(run):
-        model = chain()
-        with two_modes():  # both in one context, which is recomputed on two threads
-            losses = [run(model, torch.randn(3, 6)).square().mean() for _ in range(2)]
-        for loss in losses:
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-        return gradients(model)
-
-    assert_same(step(WAYS[way]), step(ways.plainly), 1e-5)
 
 
 def test_contexts_of_a_recomputation_alone():
@@ -251,20 +245,35 @@ def test_a_counter_counts_what_runs_while_it_is_entered():
     assert backward.get_total_flops() == 3 * once  # the recomputation and two gradients
 
 
-def test_stacks_are_as_before_after_an_error():
-    def block(x):
-        if hc.is_recomputing():
-            raise KeyError("broken")
-        return torch.tanh(x).tanh()
+@EVERY_KIND
+def test_after_an_error_all_is_as_before(run):
+    """Flags of the passes, modes, variables, buffers, and which parameters require gradients."""
+    norm, broken, x = nn.BatchNorm1d(4).requires_grad_(False), [True], torch.randn(3, 4).requires_grad_()
 
+    def function(x):
+        y = norm(torch.tanh(x))
+        if broken:
+            raise KeyError("broken")
+        return torch.tanh(y).tanh()
+
+    with pytest.raises(KeyError, match="broken"):
+        run(function, x)
+    assert not hc.is_checkpointing()
+    broken.clear()
     with two_modes():
-        out = hc.checkpoint(block, torch.randn(3).requires_grad_())
+        out = run(function, x)
+    broken.append(True)
+    norm.requires_grad_(True)
+    buffers, values = dict(norm._buffers), copy.deepcopy(norm._buffers)
     with Scaling() as outer, ScalingOperations():
         with pytest.raises(KeyError, match="broken"):
             out.sum().backward()
         assert torch.overrides._get_current_function_mode_stack() == [outer]
         assert torch._C._len_torch_dispatch_stack() == 1
-        assert FACTOR.get() == 1.0
+    assert not hc.is_recomputing() and FACTOR.get() == 1.0
+    assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
+    assert_same(buffers, dict(values))
+    assert all(parameter.requires_grad for parameter in norm.parameters())
 
 
 class ReadsOutside(nn.Module):
