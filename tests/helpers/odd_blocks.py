@@ -17,7 +17,7 @@ import torch
 import torch.ao.quantization
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import hvd_ckpt as hc
@@ -186,13 +186,6 @@ class Middles:
             leaf = x.detach().requires_grad_()
             leaf.exp().sum().backward()
         return x + leaf.grad
-
-    def mask(block: Any, x: Tensor) -> Tensor:
-        mask = x > 0
-        x = x + mask.float()
-        mask &= x < 1
-        mask |= x > 3
-        return x * mask
 
     def writes(block: Any, x: Tensor) -> Tensor:
         y = torch.zeros_like(x)
@@ -461,25 +454,12 @@ def _operator(norm: Callable[..., Any]) -> nn.Module:
     return _statistics(lambda x, mean, var: norm(x, None, None, mean, var, True, 0.1, 1e-5)[0])
 
 
-def _hooked() -> nn.Module:
-    block = Block(MIDDLES["plain"])
-    block.a.register_forward_hook(lambda module, args, output: output * 2)
-    block.b.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
-    block.b.register_full_backward_hook(lambda module, given, taken: None)
-    return block
-
-
 def _with_parameters(change: Callable[[nn.Linear], Any]) -> nn.Module:
     linear = nn.Linear(WIDTH, WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         changed = change(linear)
     return Wrapped(changed if isinstance(changed, nn.Module) else linear)
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin() * 2
 
 
 def _linear(width: int = WIDTH) -> nn.Linear:
@@ -496,7 +476,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "fake quantization": lambda: Wrapped(
         _linear(), quantization.default_fake_quant(), quantization.default_per_channel_weight_fake_quant()
     ),
-    "parametrized": lambda: _with_parameters(lambda one: parametrize.register_parametrization(one, "weight", Doubled())),
     "weight norm": lambda: _with_parameters(parametrizations.weight_norm),
     "orthogonal": lambda: _with_parameters(parametrizations.orthogonal),
     "spectral norm": lambda: _with_parameters(parametrizations.spectral_norm),
@@ -519,7 +498,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "running statistics": lambda: _statistics(functools.partial(F.batch_norm, training=True)),
     "operator of batch norm": lambda: _operator(torch.native_batch_norm),
     "overload of batch norm": lambda: _operator(torch.ops.aten.native_batch_norm.default),
-    "hooks on modules": _hooked,
     "all frozen": _frozen,
     "weight frozen": lambda: _frozen("a.weight"),
     "bias frozen": lambda: _frozen("b.bias"),

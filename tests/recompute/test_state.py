@@ -119,19 +119,14 @@ class Weighted(nn.Module):
         self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
         self.register_buffer("offset", torch.zeros(8))
 
-    def forward(self, x, more):
-        return self.norm(torch.tanh(self.linear(x) + self.offset) * more[0].exp()) * more[0]
+    def forward(self, x, more=()):
+        weight = more[0] if more else self.weight
+        return self.norm(torch.tanh(self.linear(x) + self.offset) * weight.exp()) * weight
 
-
-class Partial(nn.Module):
-    """A block with an attribute as its other argument."""
-
-    def __init__(self, block, more):
-        super().__init__()
-        self.block, self.weight = block, more[0]
-
-    def forward(self, x):
-        return self.block(x, [self.weight])
+    def holding(self, more):
+        """Has its other argument as an attribute."""
+        self.weight = more[0]
+        return self
 
 
 def on_a_tape(block, x, more):
@@ -144,8 +139,8 @@ FREEZING = {
     "no early stop": lambda block, x, more: checkpoint(block, x, more, early_stop=False),
     "lambda": lambda block, x, more: checkpoint(lambda y: block(y, more), x),
     "reentrant lambda": lambda block, x, more: reentrant(lambda y: block(y, more), x),
-    "segments": lambda block, x, more: WAYS["segments"](Partial(block, more), x),
-    "reentrant segments": lambda block, x, more: WAYS["reentrant segments"](Partial(block, more), x),
+    "segments": lambda block, x, more: WAYS["segments"](block.holding(more), x),
+    "reentrant segments": lambda block, x, more: WAYS["reentrant segments"](block.holding(more), x),
     "tape": on_a_tape,
 }
 

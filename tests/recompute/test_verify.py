@@ -94,7 +94,7 @@ def step(block, run=checkpoint):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("fault", [*OPERATORS, "list"])
+@pytest.mark.parametrize("fault", [*OPERATORS, "list", "fewer calls"])
 def test_faults_are_errors_that_name_the_module(fault, run):
     with pytest.raises(RecomputationMismatch, match="Faulty"):
         step(Faulty(fault), run)
@@ -110,11 +110,6 @@ def test_faults_under_a_plan_are_errors_that_name_the_block_and_the_call(fault):
 def test_the_error_names_the_innermost_module():
     with pytest.raises(RecomputationMismatch, match=r"Sequential gave .*: in Faulty, a saved tensor"):
         step(nn.Sequential(nn.Linear(8, 8), nn.Sequential(Faulty("number"), nn.Tanh())))
-
-
-def test_a_recomputation_that_saves_fewer_tensors():
-    with pytest.raises(RecomputationMismatch, match="Faulty"):
-        step(Faulty("fewer calls"))
 
 
 def test_a_large_buffer_that_is_written_late():
