@@ -12,8 +12,7 @@ import pytest
 import torch
 from same import assert_same, gradients
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from ways import VARIANTS, by_function, plainly, reentrant
+from ways import VARIANTS, by_function, plainly, reentrant, saving
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.processes.runtime import init
@@ -183,15 +182,10 @@ def test_module_used_twice_and_modes_mixed_in_one_region(run):
     assert_same(trained(plainly), trained(run))
 
 
-def selectively(block, x):
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
-    return checkpoint(block, x, context_fn=contexts)
-
-
 @pytest.mark.parametrize(
     ("run", "passes"),
     [
-        (lambda block: functools.partial(selectively, block), 1),
+        (lambda block: functools.partial(saving(torch.ops.aten.convolution.default), block), 1),
         (lambda block: torch.compile(lambda x: checkpoint(block, x), backend="eager"), 2),
         (lambda block: functools.partial(reentrant, torch.compile(block, backend="eager")), 2),
     ],

@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.ao.quantization
+from call_names import names_of_calls
+from selective import some
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
+from ways import Run, each, plainly
 
 import hvd_ckpt as hc
+from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.reach import reach
 
 WIDTH = 16
@@ -41,7 +45,7 @@ class Block(nn.Module):
         self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("large", torch.ones((200, 200) if middle is MIDDLES["large buffer"] else ()))
-        self.register_buffer("crop", torch.tensor([0, WIDTH // 2]))
+        self.register_buffer("crop", torch.tensor(4))
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.steps, self.order = 0, np.arange(WIDTH)
         self.cached: Tensor | None = None
@@ -266,9 +270,9 @@ class Middles:
         return y.exp()
 
     def slice_of_tensors(block: Any, x: Tensor) -> Tensor:
-        y = x[:, block.crop[0] : block.crop[1]].repeat(1, 2)
-        block.crop += 4
-        return y.exp()
+        y = x[:, : block.crop].sum(1, keepdim=True)
+        block.crop.add_(4).remainder_(WIDTH - 1)
+        return y.exp() * x
 
     def function_that_counts(block: Any, x: Tensor) -> Tensor:
         def distance(one: Tensor, other: Tensor) -> Tensor:
@@ -608,14 +612,18 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def step(
-    model: nn.Module, sample: Any, run: Callable[[Any, Any], Any] = lambda model, sample: model(sample)
+    model: nn.Module,
+    sample: Any,
+    run: Run = plainly,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    steps: int = 2,
 ) -> list[Tensor | None]:
-    """Losses, gradients and tensors of the model after two steps, and random numbers of all generators."""
+    """Losses, gradients and tensors of the model after some steps, and random numbers of all generators."""
     seed()
     losses = []
-    for _ in range(2):
+    for _ in range(steps):
         loss = loss_of(run(model, copy.deepcopy(sample)))
-        loss.backward()
+        backward(loss)
         losses.append(loss.detach())
         for parameter in model.parameters():
             parameter.data.mul_(0.9)  # past its version counter, as some optimizers do
@@ -626,6 +634,22 @@ def step(
     dense = [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
     numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
     return [*losses, *dense, *tensors_of(model), *numbers]
+
+
+def under_policies(seed: int, around: Run = plainly) -> Run:
+    """A chain whose blocks drop some results, within ``around``."""
+
+    def run(model: nn.Sequential, x: Tensor) -> Any:
+        state = GENERATOR.get_state()
+        for block in model:
+            apply_policy(block, CheckpointPolicy("some", some(names_of_calls(block, x.detach()), seed)))
+        GENERATOR.set_state(state)
+        return each(around)(model, x)
+
+    return run
+
+
+POLICIES = {f"policy {seed}": under_policies(seed) for seed in range(4)}
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:

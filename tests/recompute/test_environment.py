@@ -7,24 +7,23 @@ import contextlib
 import contextvars
 import copy
 import functools
+import itertools
 import threading
 
 import pytest
 import torch
-import ways
+from odd_blocks import POLICIES, WIDTH, Block, step
 from same import assert_same, gradients
-from selective import drop_all, selectively
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from ways import EVERY_KIND, each, in_segments
+from ways import CHAINS, EVERY_KIND, plainly
 
 import hvd_ckpt as hc
-from hvd_ckpt.planning.policy import RECOMPUTE, CheckpointPolicy, apply_policy
+from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.verify import verifying
 
 FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("FACTOR", default=1.0)
@@ -97,74 +96,49 @@ ENVIRONMENTS = {
 }
 
 
-class Block(nn.Module):
-    """A block whose result depends on all of :data:`ENVIRONMENTS`."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        made = torch.empty(1)
-        factor = FACTOR.get() * (0.5 if made.device.type == "meta" else 1.0)
-        factor *= (1.5 if made.itemsize == 8 else 1) * (1.0 if torch.backends.mkldnn.enabled else 0.7)
-        factor *= 1.0 if torch.backends.cuda.flash_sdp_enabled() else 0.9
-        return x + torch.tanh(self.outer(torch.tanh(self.inner(x)) * factor)).float()
+WAYS = {**CHAINS, **POLICIES}
 
 
-def selective(block, x):
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    return hc.checkpoint(block, x, context_fn=contexts)
-
-
-def on_tape(block, x, **options):
-    return selectively(drop_all(block, x, keep=("linear",), **options))(block, x)
-
-
-def under_policies(model, x):
-    for number, block in enumerate(model):
-        apply_policy(block, CheckpointPolicy("drop", drop_all(block, x)) if number % 2 else RECOMPUTE)
-    return model(x)
-
-
-WAYS = {
-    **{name: each(ways.WAYS[name]) for name in ("non-reentrant", "reentrant", "nested")},
-    "segments": in_segments(False),
-    "reentrant segments": in_segments(True),
-    "selective": each(selective),
-    "tape": each(on_tape),
-    "compressing tape": each(functools.partial(on_tape, compress=True)),
-    "policies": under_policies,
-}
+def depends(block, x):
+    """The middle of a block; its result depends on all of :data:`ENVIRONMENTS`."""
+    made = torch.empty(1)
+    factor = FACTOR.get() * (0.5 if made.device.type == "meta" else 1.0)
+    factor *= (1.5 if made.itemsize == 8 else 1) * (1.0 if torch.backends.mkldnn.enabled else 0.7)
+    factor *= 1.0 if torch.backends.cuda.flash_sdp_enabled() else 0.9
+    return torch.tanh(block.b(torch.tanh(x) * factor)).float()
 
 
 def chain():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(*(Block(depends) for _ in range(4)))
 
 
-def trained(run, forward=None, backward=None, steps=(0, 1, 2)):
-    """Gradients of three steps, with the forward or the backward passes of some of them in an environment."""
-    model, found = chain(), []
-    for step in range(3):
-        x = torch.randn(3, 6).requires_grad_()
-        with ENVIRONMENTS[forward]() if forward and step in steps else contextlib.nullcontext():
-            out = run(model, x)
-        loss = out.square().mean()
-        with ENVIRONMENTS[backward]() if backward and step in steps else contextlib.nullcontext():
-            loss.backward()
-        found += [x.grad, *(gradient.clone() for gradient in gradients(model))]
-    return found
+def trained(run, **options):
+    return step(chain(), torch.randn(3, WIDTH), run, **options)
 
 
-plainly_trained = functools.cache(functools.partial(trained, ways.plainly))
+def in_some(name, steps, function):
+    """A function, some of whose calls are in an environment."""
+    calls = itertools.count()
+
+    def call(*args):
+        with ENVIRONMENTS[name]() if next(calls) in steps else contextlib.nullcontext():
+            return function(*args)
+
+    return call
+
+
+@functools.cache
+def plainly_trained(name=None, steps=()):
+    return trained(in_some(name, steps, plainly), steps=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_of_some_forward_passes(name, way):
     for steps in ((0, 1, 2), (1, 2), (0, 2)):
-        assert_same(trained(WAYS[way], name, steps=steps), plainly_trained(name, steps=steps), 1e-5)
+        ours = trained(in_some(name, steps, WAYS[way]), steps=3)
+        assert_same(ours, plainly_trained(name, steps), 1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -172,37 +146,40 @@ def test_an_environment_of_some_forward_passes(name, way):
     "name", ["function mode", "dispatch mode", "context variable", "default device", "device"]
 )
 def test_an_environment_of_backward_passes_alone(name, way):
-    assert_same(trained(WAYS[way], backward=name, steps=(1, 2)), plainly_trained(), 1e-5)
+    ours = trained(WAYS[way], backward=in_some(name, (1, 2), torch.Tensor.backward), steps=3)
+    assert_same(ours, plainly_trained(), 1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_environment_of_one_of_two_calls_and_backward_passes_on_other_threads(way):
-    def step(run):
-        model = chain()
-        hidden = [run(model, torch.randn(3, 6)) for _ in range(2)]
-        with two_modes():  # both in one context, which is recomputed on two threads
-            losses = [run(model, x).square().mean() for x in hidden]
-        for loss in losses:
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-        return gradients(model)
+def test_an_environment_of_two_of_three_calls_and_backward_passes_on_other_threads(way):
+    def thrice(run, model, x):
+        x = run(model, x)
+        with two_modes():  # both in one context, which is recomputed on another thread
+            return run(model, x), run(model, 2 * x)
 
-    assert_same(step(WAYS[way]), step(ways.plainly), 1e-5)
+    def on_a_thread(loss):
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    def train(run):
+        return trained(functools.partial(thrice, run), backward=on_a_thread)
+
+    assert_same(train(WAYS[way]), train(plainly), 1e-5)
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "segments", "tape"])
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "segments", "policy 0"])
 def test_a_mode_that_is_still_entered_is_not_entered_again(way):
-    def step(run):
+    def train(run):
         model = chain()
         with Scaling() as mode:
-            out = run(model, torch.randn(3, 6))
+            out = run(model, torch.randn(3, WIDTH))
             with Scaling(0.1):  # of the backward pass alone
                 out.square().mean().backward()
             assert mode.entered
         return gradients(model), mode.seen
 
-    (ours, seen), (plain, plainly_seen) = step(WAYS[way]), step(ways.plainly)
+    (ours, seen), (plain, plainly_seen) = train(WAYS[way]), train(plainly)
     assert_same(ours, plain, 1e-5)
     assert (
         seen > plainly_seen == 8
@@ -278,14 +255,14 @@ class ReadsOutside(nn.Module):
 def test_an_environment_of_another_kind_is_verified_anew(way):
     model = nn.Sequential(ReadsOutside(), nn.Tanh())
 
-    def step():
+    def train():
         out = WAYS[way](model, torch.randn(3, 6).requires_grad_())
         model[0].changing += 1.0
         out.sum().backward()
 
-    step()
+    train()
     with variable(), pytest.raises(hc.RecomputationMismatch):
-        step()
+        train()
 
 
 @pytest.mark.parametrize("mode", [Scaling, ScalingOperations])

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 
-import numpy as np
 import pytest
 import torch
-from call_names import names_of_calls
-from odd_blocks import GENERATOR, MIDDLES, WIDTH, Block, models, same, step
-from selective import checkpointed, on_cpu, some
+from odd_blocks import MIDDLES, POLICIES, WIDTH, Block, models, same, step, under_policies
+from selective import checkpointed, on_cpu
 from torch import nn
 from torch.nn import functional as F
-from ways import each, in_segments, plainly
+from ways import CHAINS, each, plainly
 
 import hvd_ckpt as hc
-from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def in_lambdas(model, x):
-    for number in range(len(model)):
-        x = hc.checkpoint(lambda y, number=number: model[number](y), x)
-    return x
-
-
-def under_policies(seed, around=plainly):
-    """Each block drops some results, within ``around``."""
-
-    def run(model, x):
-        states = random.getstate(), np.random.get_state(), GENERATOR.get_state()
-        calls = [names_of_calls(block, x.detach()) for block in model]
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        GENERATOR.set_state(states[2])
-        for block, names in zip(model, calls):
-            apply_policy(block, CheckpointPolicy("some", some(names, seed)))
-        return each(around)(model, x)
-
-    return run
-
-
-REGIONS = {"segments": in_segments(False), "reentrant segments": in_segments(True), "lambdas": in_lambdas}
-WAYS = {**REGIONS, **{f"policy {seed}": under_policies(seed) for seed in range(4)}}
+REGIONS = {name: CHAINS[name] for name in ("segments", "reentrant segments", "lambdas")}
+WAYS = {**REGIONS, **POLICIES}
 # Other values each time.
 REPEATED = {"counter", "operator with its own noise", "array that changes", "module: memory of NumPy"}
 HOOKED = {"func.grad", "func.jacrev"}  # which PyTorch does not combine with hooks on saved tensors

@@ -1,15 +1,17 @@
 """Tests of selective recomputation: side effects, memory, errors of plain autograd, and calls that change tensors in place or
-depend on more than their arguments; results: test_odd_blocks.py."""
+depend on more than their arguments; results: test_odd_blocks.py. And of masks in bits, which are restored bit for bit."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import math
 
 import pytest
 import torch
 from call_names import names_of_calls
+from hypothesis import given, settings, strategies as st
 from same import assert_same, gradients
 from selective import checkpointed, drop_all, held, on_cpu, selectively, some
 from torch import nn
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ways import plainly
 
 import hvd_ckpt as hc
+from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.memory import measure_peak
@@ -204,6 +207,11 @@ def test_two_forward_passes_of_a_block_that_writes_buffers_before_a_backward_pas
 # ---------------------------------------------------------------------------------------- transforms
 
 
+def dual(run, x):
+    with torch.autograd.forward_ad.dual_level():
+        return run(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
 @pytest.mark.parametrize("recomputing", ["plan", "region"])
 @pytest.mark.parametrize(
     "transform",
@@ -211,7 +219,7 @@ def test_two_forward_passes_of_a_block_that_writes_buffers_before_a_backward_pas
         lambda run, x: torch.func.jvp(run, (x,), (torch.ones_like(x),)),
         lambda run, x: torch.func.vmap(run)(x),
         lambda run, x: torch.func.vjp(run, x),
-        lambda run, x: run(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))),
+        dual,
     ],
     ids=["jvp", "vmap", "vjp", "dual"],
 )
@@ -219,12 +227,12 @@ def test_transforms_are_refused_in_the_forward_pass(transform, recomputing):
     block, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Tanh()), torch.randn(4, 4)
     way = selectively(drop_all(block, x)) if recomputing == "plan" else hc.checkpoint
     run = functools.partial(way, block)
+    with pytest.raises(RuntimeError, match=r"recomputed.*hc\.without_recomputation"):
+        transform(run, x)
+    with hc.without_recomputation():
+        transform(run, x)
     with torch.autograd.forward_ad.dual_level():
-        run(x).sum().backward()
-        with pytest.raises(RuntimeError, match=r"recomputed.*hc\.without_recomputation"):
-            transform(run, x)
-        with hc.without_recomputation():
-            transform(run, x)
+        run(x).sum().backward()  # other tensors are not refused
 
 
 # ---------------------------------------------------------------------------------------- random numbers
@@ -286,3 +294,128 @@ def test_masks_in_bits_take_a_bit_of_memory_for_each_element():
         for redraw in (True, False)
     )
     assert abs(in_bits - drawn_again - x.numel() // 8) < 10_000
+
+
+# ---------------------------------------------------------------------------------------- tensors in bits
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+shapes = st.lists(st.integers(0, 9), max_size=4)
+generators = st.integers(0, 1000).map(torch.Generator().manual_seed)
+
+
+def same_bits(left, right):
+    assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device)
+    bits = BITS[left.element_size()]
+    return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+def check(tensor, fits=True):
+    """Restored bit for bit, twice, from a bit for each element; refused if it does not fit."""
+    before, compressed = tensor.clone(), compress(tensor)
+    assert same_bits(tensor, before)
+    if not fits:
+        assert compressed is None
+        return
+    assert compressed.payload.nbytes == -(-tensor.numel() // 8) < tensor.nbytes
+    assert compressed.dtype == tensor.dtype
+    for restored in (compressed.get(), compressed.get()):
+        assert same_bits(restored, tensor)
+        assert not restored.requires_grad
+        restored.zero_()  # its own memory: the next is not affected
+    assert same_bits(tensor, before)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shape=shapes,
+    dtype=st.sampled_from((torch.bool, *FLOATS, *INTEGERS)),
+    generator=generators,
+    keep=st.floats(0, 1),
+)
+def test_zero_and_one_other_value_become_bits(shape, dtype, generator, keep):
+    mask = torch.rand(shape, generator=generator) < keep
+    scaled = mask.to(dtype) * torch.tensor(1 / 0.9 if dtype.is_floating_point else 3).to(dtype)
+    check(scaled, -(-scaled.numel() // 8) < scaled.nbytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    dtype=st.sampled_from(FLOATS),
+    generator=generators,
+    odd=st.sampled_from([-0.0, math.nan, math.inf, 1.0]),
+)
+def test_floats_of_more_values_are_left_alone(shape, dtype, generator, odd):
+    noise = F.dropout(torch.ones(shape), 0.5).to(dtype)
+    if noise.numel() < 2 or not noise.any():
+        return
+    noise.view(-1)[torch.randint(noise.numel(), (), generator=generator)] = odd
+    values = set(noise.view(BITS[dtype.itemsize]).view(-1).tolist()) - {0}
+    check(noise, len(values) < 2)
+
+
+@pytest.mark.parametrize("size", [100_001, 32_768, 3 * 32_768 + 5])
+def test_a_misfit_that_no_sample_meets_is_found(size):
+    noise = F.dropout(torch.ones(size), 0.1)
+    check(noise)
+    for odd in (-0.0, math.nan, 1.0):
+        for place in (size - 2, size // 2 + 1):
+            changed = noise.clone()
+            changed[place] = odd
+            check(changed, False)
+
+
+@pytest.mark.parametrize("value", [-0.0, math.nan, -math.inf, 5e-324])
+def test_odd_values_are_kept_bit_for_bit(value):
+    check(torch.tensor([0.0, value] * 9, dtype=torch.float64))
+    check(
+        torch.tensor([0, 0x7FC12345] * 8, dtype=torch.int32).view(torch.float32)
+    )  # a nan that says something
+
+
+def test_what_was_saved_by_dropout_itself_fits():
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(compress(one)), lambda _: None):
+        F.dropout(torch.randn(64, 64, requires_grad=True), 0.1)
+    assert any(compressed is not None and compressed.payload.nbytes == 512 for compressed in saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t(),
+        lambda t: t[3:17, 2:9],
+        lambda t: t[::3, 1::2],
+        lambda t: t.view(4, 5, 3, 8).to(memory_format=torch.channels_last),
+        lambda t: t.view(4, 5, 3, 8).permute(2, 0, 3, 1),
+        lambda t: t[5],
+        lambda t: t.flatten()[7:],
+        lambda t: t[:, :1].expand(20, 24),
+    ],
+)
+def test_views_and_strides(change):
+    tensor = change(F.dropout(torch.ones(20, 24), 0.5))
+    restored = compress(tensor).get()
+    assert same_bits(restored, tensor)
+    dense = tensor.clone().stride() == tensor.stride()
+    assert restored.stride() == tensor.stride() if dense else restored.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1, 1).expand(64, 1),  # four bytes; one bit per element would be eight
+        torch.empty(0, 5),
+        torch.tensor(True),
+        torch.ones(8, 8).to_sparse(),
+        torch.ones(8, 8, dtype=torch.complex64),
+        torch.ones(8, 8, device="meta"),
+        torch.ones(8, 8).as_subclass(type("Special", (torch.Tensor,), {})),
+    ],
+)
+def test_others_are_left_alone(tensor):
+    assert compress(tensor) is None
