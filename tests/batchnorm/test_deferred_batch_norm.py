@@ -10,15 +10,13 @@ import pickle
 import horovod.torch as hvd
 import pytest
 import torch
-from odd_blocks import POLICIES
+from odd_blocks import POLICIES, under_policies
 from same import assert_same, gradients
 from torch import nn
-from ways import CHAINS, VARIANTS, by_function, plainly
+from ways import CHAINS, by_function, plainly, reentrant
 
 import hvd_ckpt as hc
 from hvd_ckpt.batchnorm import DeferredBatchNorm, commit_batch_norm
-from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
-from hvd_ckpt.recompute.tape import Policy
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
 
@@ -50,9 +48,6 @@ def test_deferred_norm_of_micro_batches_equals_batch_norm_of_the_whole_batch(kin
     assert_same(deferred.eval()(x), plain.eval()(x), 1e-12)
     commit_batch_norm(deferred)
     assert deferred.num_batches_tracked == 3
-
-
-# ---------------------------------------------------------------------------------------- recomputation
 
 
 class Block(nn.Module):
@@ -91,6 +86,9 @@ WAYS = {
     "CheckpointFunction": by_function,
     "nested chain": lambda model, x: hc.checkpoint(hc.CheckpointSequential(model, 4, True), x),
     "plan": plainly,
+    "policies in regions": under_policies(0, hc.checkpoint),
+    "policies in reentrant regions": under_policies(0, reentrant),
+    "compiled": lambda model, x: torch.compile(lambda y: hc.checkpoint(model, y), backend="eager")(x),
 }
 
 
@@ -115,25 +113,6 @@ def test_recomputation_changes_nothing(way, parts):
         assert_same(block.norm.running_var, 0.9 + 0.1 * values.var(1), 1e-12)
         assert block.norm.num_batches_tracked == 1
     torch.testing.assert_close(gradients(model), gradients(reference), rtol=1e-10, atol=1e-12)
-
-
-@VARIANTS
-def test_selective_recomputation_inside_a_region_sees_the_same_functions_again(run):
-    calls = ("conv2d", "batch_norm", "gelu", "conv2d")
-    outcomes = []
-    for policy in (None, Policy(calls, frozenset({1, 2}))):
-        torch.manual_seed(0)
-        layers = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 1)
-        block, x = DeferredBatchNorm.convert(nn.Sequential(*layers).double()), images().requires_grad_()
-        apply_policy(block, CheckpointPolicy("drop batch_norm, gelu", policy))
-        y = run(lambda x, block=block: block(x).sin(), x)
-        y.sum().backward()
-        commit_batch_norm(block)
-        outcomes.append([y, x.grad, *statistics(block), *gradients(block)])
-    assert_same(*outcomes)
-
-
-# ---------------------------------------------------------------------------------------- other circumstances
 
 
 def test_under_autocast_and_without_gradients():
@@ -180,15 +159,6 @@ def test_without_running_statistics_it_is_a_batch_norm_and_errors():
     commit_batch_norm(deferred)
     with pytest.raises(ValueError, match=r"made for 4 channels .* got \(2, 3\)"):
         deferred(torch.randn(2, 3))
-
-
-def test_compiled():
-    plain, model = nn.BatchNorm2d(4).double(), DeferredBatchNorm(4).double()
-    run = torch.compile(lambda x: hc.checkpoint(model, x).sin(), backend="eager")
-    run(images()).sum().backward()
-    plain(images())
-    commit_batch_norm(model)
-    assert_same(statistics(model), statistics(plain), 1e-12)
 
 
 # ---------------------------------------------------------------------------------------- conversion

@@ -82,9 +82,6 @@ def test_every_kind(run, kind):
     assert all(block.norm._buffers[name] is buffer for name, buffer in buffers.items())
 
 
-# ---------------------------------------------------------------------------------------- ways to hold a module
-
-
 class Trainer:
     def __init__(self, model):
         self.models = {"main": model}
@@ -157,9 +154,6 @@ def test_every_way_to_hold_the_module(run, way):
     plain, block = Block(), Block()
     expected = train(plain, plain, raw_data=True)
     assert_same(expected, train(block, ways_to_run(block, run)[way], raw_data=True))
-
-
-# ---------------------------------------------------------------------------------------- passes of other kinds
 
 
 @VARIANTS

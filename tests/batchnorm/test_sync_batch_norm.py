@@ -124,9 +124,6 @@ def test_gradients_of_gradients_are_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-# ---------------------------------------------------------------------------------------- recomputation
-
-
 class HorovodOnCPU(hvd.SyncBatchNorm):
     """Horovod's own, whose forward refuses CPU tensors before it comes to the part that this library replaces."""
 

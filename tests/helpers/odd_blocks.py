@@ -19,6 +19,7 @@ from call_names import names_of_calls
 from selective import some
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from ways import Run, each, plainly
@@ -103,6 +104,9 @@ def operator(name: str, function: Callable[..., Tensor], schema: str = "(Tensor 
 noisy = operator("noisy", lambda x: x * (torch.rand_like(x) > 0.5))
 python_noise = operator("python_noise", lambda x: x * random.random() + float(np.random.rand()))
 own_noise = operator("own_noise", lambda x: x * torch.rand(x.shape, generator=GENERATOR))
+without_formula = torch.library.custom_op(
+    "hvd_ckpt_odd::plain", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
 
 
 @torch.library.custom_op("hvd_ckpt_odd::halve", mutates_args=("x",))
@@ -113,11 +117,6 @@ def halve(x: Tensor) -> None:
 @torch.library.custom_op("hvd_ckpt_odd::scale_keyword", mutates_args=("out_scaled",))
 def scale_keyword(x: Tensor, out_scaled: Tensor) -> None:
     out_scaled.mul_(x)
-
-
-@torch.library.custom_op("hvd_ckpt_odd::plain", mutates_args=())
-def without_formula(x: Tensor) -> Tensor:
-    return x * 2
 
 
 library = torch.library.Library("hvd_ckpt_odd_decomposed", "FRAGMENT")
@@ -147,43 +146,6 @@ class Middles:
     def counter(block: Any, x: Tensor) -> Tensor:
         block.seen = [*getattr(block, "seen", ()), x.detach()]
         return x * (1 + len(block.seen))
-
-    def moving_average(block: Any, x: Tensor) -> Tensor:
-        x = x / block.scale.clone()
-        block.scale.mul_(0.9).add_(0.1 * x.detach().abs().mean())
-        return x
-
-    def replaced_buffer(block: Any, x: Tensor) -> Tensor:
-        x = x * block.scale
-        block.scale = block.scale * 0.5 + 0.1
-        return x
-
-    def buffer_written_first(block: Any, x: Tensor) -> Tensor:
-        block.scale.mul_(0.9)
-        return x * block.scale
-
-    def large_buffer(block: Any, x: Tensor) -> Tensor:
-        x = x * block.large[0, 0].clone()
-        block.large.mul_(0.9)
-        return x
-
-    def weight_written_first(block: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            block.gain.mul_(0.9)
-        return x * block.gain.detach().clone()
-
-    def weight_past_its_counter(block: Any, x: Tensor) -> Tensor:
-        block.gain.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return x - block.gain.data
-
-    def past_the_counter(block: Any, x: Tensor) -> Tensor:
-        y = x.sin()
-        y.data.mul_(0.5)
-        return y * x
-
-    def gradient_inside(block: Any, x: Tensor) -> Tensor:
-        (force,) = torch.autograd.grad((x.tanh() ** 2).sum(), x, create_graph=True)
-        return x + force
 
     def backward_inside(block: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -221,20 +183,6 @@ class Middles:
         scale_keyword(torch.ones(WIDTH) * 3, mask)
         return y.sin() * mask
 
-    def kernel(block: Any, x: Tensor) -> Tensor:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.1)[0]
-
-    def hooks(block: Any, x: Tensor) -> Tensor:
-        x = x * 2
-        x.register_hook(lambda gradient: gradient * 0.5)
-        return x.clone()
-
-    def forked_random_state(block: Any, x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            return x * torch.rand_like(x)
-
     def autocast(block: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = block.b(x)
@@ -259,20 +207,10 @@ class Middles:
         values = torch.where(best > 0, best, left.gather(1, where)).index_select(1, where[0, :2])
         return x * values.repeat(1, WIDTH // 2)
 
-    def cache(block: Any, x: Tensor) -> Tensor:
-        if not hasattr(block, "table"):
-            block.table = torch.arange(float(WIDTH))
-        return x * block.table
-
-    def array_that_changes(block: Any, x: Tensor) -> Tensor:
-        y = x[:, block.order]
-        np.random.default_rng(1).shuffle(block.order)
-        return y.exp()
-
-    def slice_of_tensors(block: Any, x: Tensor) -> Tensor:
-        y = x[:, : block.crop].sum(1, keepdim=True)
-        block.crop.add_(4).remainder_(WIDTH - 1)
-        return y.exp() * x
+    def cached_weight(block: Any, x: Tensor) -> Tensor:
+        if block.cached is None:
+            block.cached = torch.tanh(block.b.weight)
+        return x @ block.cached
 
     def function_that_counts(block: Any, x: Tensor) -> Tensor:
         def distance(one: Tensor, other: Tensor) -> Tensor:
@@ -282,14 +220,37 @@ class Middles:
         loss = F.triplet_margin_with_distance_loss(x, x.sin(), x.cos(), distance_function=distance)
         return x.exp() * loss
 
-    def cached_weight(block: Any, x: Tensor) -> Tensor:
-        if block.cached is None:
-            block.cached = torch.tanh(block.b.weight)
-        return x @ block.cached
-
 
 MIDDLES: dict[str, Middle] = {
     **functions_of(Middles),
+    # Of two values in a tuple, the second one is computed, or written, after the first.
+    "moving average": lambda block, x: (
+        x / block.scale.clone(), block.scale.mul_(0.9).add_(0.1 * x.detach().abs().mean())
+    )[0],
+    "replaced buffer": lambda block, x: (x * block.scale, setattr(block, "scale", block.scale / 2 + 0.1))[0],
+    "buffer written first": lambda block, x: x * block.scale.mul_(0.9),
+    "large buffer": lambda block, x: (x * block.large[0, 0].clone(), block.large.mul_(0.9))[0],
+    "weight written first": lambda block, x: x * torch.no_grad()(block.gain.mul_)(0.9).detach().clone(),
+    "weight past its counter": lambda block, x: (
+        block.gain.data.mul_(0.9).add_(0.1 * x.detach().mean(0)), x - block.gain.data
+    )[1],
+    "past the counter": lambda block, x: (lambda y: (y.data.mul_(0.5), y * x)[1])(x.sin()),
+    "cache": lambda block, x: x * vars(block).setdefault("table", torch.arange(float(WIDTH))),
+    "array that changes": lambda block, x: (
+        x[:, block.order].exp(), np.random.default_rng(1).shuffle(block.order)
+    )[0],
+    "slice of tensors": lambda block, x: (
+        x[:, : block.crop].sum(1, keepdim=True).exp() * x, block.crop.add_(4).remainder_(WIDTH - 1)
+    )[0],
+    "hooks": lambda block, x: (lambda y: (y.register_hook(lambda slope: slope * 0.5), y.clone())[1])(x * 2),
+    "forked random state": lambda block, x: torch.random.fork_rng()(
+        lambda: (torch.manual_seed(7), x * torch.rand_like(x))[1]
+    )(),
+    "kernel": lambda block, x: sdpa_kernel(SDPBackend.MATH)(
+        lambda: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.1)[0]
+    )(),
+    "gradient inside": lambda block, x: x
+    + torch.autograd.grad((x.tanh() ** 2).sum(), x, create_graph=True)[0],
     "plain": lambda block, x: x,
     "item": lambda block, x: x * min(1.0, x.detach().abs().max().item()),
     "tolist": lambda block, x: x * len(x[0].tolist()),
@@ -428,13 +389,6 @@ def _holding(middle: Middle, **tensors: Tensor) -> nn.Module:
     return block
 
 
-def _frozen(*names: str) -> nn.Module:
-    block = Block(MIDDLES["plain"])
-    for name, parameter in block.named_parameters():
-        parameter.requires_grad_(bool(names) and name not in names)
-    return block
-
-
 def _embedded(**options: Any) -> nn.Module:
     """A block with a small table, in which ``max_norm`` makes changes."""
     table = nn.Embedding(8, WIDTH, **options)
@@ -502,9 +456,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "running statistics": lambda: _statistics(functools.partial(F.batch_norm, training=True)),
     "operator of batch norm": lambda: _operator(torch.native_batch_norm),
     "overload of batch norm": lambda: _operator(torch.ops.aten.native_batch_norm.default),
-    "all frozen": _frozen,
-    "weight frozen": lambda: _frozen("a.weight"),
-    "bias frozen": lambda: _frozen("b.bias"),
     "generator that it holds": lambda: Block(Using.generator, generator=torch.Generator().manual_seed(1)),
     "Python's generator": lambda: Block(Using.generator, generator=random.Random(1)),
     "NumPy's generator": lambda: Block(Using.generator, generator=np.random.default_rng(1)),

@@ -162,9 +162,6 @@ def test_errors(call, error, message):
         call(torch.randn(2, requires_grad=True))
 
 
-# ---------------------------------------------------------------------------------------- reentrant regions
-
-
 def test_a_reentrant_region_some_of_whose_results_need_gradients():
     x = torch.randn(2, requires_grad=True)
     constant, result = reentrant(lambda x: (x.detach().sin(), x.cos()), x)
@@ -210,9 +207,6 @@ def test_gradients_of_gradients():
         torch.autograd.grad(y.sum(), x)
 
 
-# ---------------------------------------------------------------------------------------- remembered values
-
-
 @pytest.mark.parametrize(("outer", "inner"), NESTINGS)
 def test_a_remembered_value_is_computed_once_in_nested_regions(outer, inner):
     computed = []
@@ -250,9 +244,6 @@ def test_a_remembered_value_of_a_function_that_changes_is_an_error():
     y = checkpoint(function, torch.randn(3, requires_grad=True))
     with pytest.raises(RuntimeError, match="asked for 2 value"):
         y.sum().backward()
-
-
-# ---------------------------------------------------------------------------------------- parameters that are listed
 
 
 def test_parameters_listed_or_not_get_their_gradients_once_however_many_regions_use_them():

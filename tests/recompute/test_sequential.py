@@ -123,9 +123,6 @@ def test_a_result_of_named_parts_reaches_the_next_layer_as_it_is(use_reentrant):
     assert torch.equal(y, x.sin() * x.cos())
 
 
-# ---------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize("make", [CheckpointSequential, checkpoint_sequential])
 @pytest.mark.parametrize(
     "layers, segments, error, message",
@@ -202,9 +199,6 @@ def test_errors_with_a_meaning_of_their_own_pass_unchanged(error, use_reentrant)
     with pytest.raises(type(error)) as caught:
         checkpoint_sequential(layers, 3, x, use_reentrant=use_reentrant).sum().backward()
     assert caught.value is error
-
-
-# ---------------------------------------------------------------------------------------- modules
 
 
 def named():

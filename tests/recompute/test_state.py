@@ -111,9 +111,6 @@ def test_reentrant_gradients_of_inputs_keep_their_strides():
     assert gradient(reentrant) == gradient(plainly)
 
 
-# ---------------------------------------------------------------------------------------- frozen and unfrozen
-
-
 class Weighted(nn.Module):
     """A layer with a buffer and an argument in a container, whose gradients can be asked for like those of its parameters."""
 
@@ -202,9 +199,6 @@ def test_a_block_that_is_frozen_inside_and_unfrozen_after(way):
     assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.linear.weight.grad is None and block.norm.weight.grad is not None
     assert x.grad is not None
-
-
-# ---------------------------------------------------------------------------------------- buffers written between the passes
 
 
 class Shifted(nn.Module):

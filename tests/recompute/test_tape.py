@@ -141,9 +141,6 @@ def test_without_gradients_and_after_exceptions_nothing_is_left():
         assert not run(lambda y: y.sin() * 2, x).requires_grad
 
 
-# ---------------------------------------------------------------------------------------- changes in place
-
-
 def test_statistics_that_a_frozen_norm_reads_may_not_change_before_the_backward_pass():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)).eval()
     x = torch.randn(3, 6)
@@ -202,9 +199,6 @@ def test_two_forward_passes_of_a_block_that_writes_buffers_before_a_backward_pas
         return gradients(block)
 
     assert_same(outcome(selectively), outcome(lambda policy: plainly))
-
-
-# ---------------------------------------------------------------------------------------- transforms
 
 
 def dual(run, x):
@@ -303,9 +297,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-shapes = st.lists(st.integers(0, 9), max_size=4)
-generators = st.integers(0, 1000).map(torch.Generator().manual_seed)
-
 
 def same_bits(left, right):
     assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device)
@@ -329,33 +320,21 @@ def check(tensor, fits=True):
     assert same_bits(tensor, before)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    shape=shapes,
+    shape=st.lists(st.integers(0, 9), max_size=4),
     dtype=st.sampled_from((torch.bool, *FLOATS, *INTEGERS)),
-    generator=generators,
+    generator=st.integers(0, 1000).map(torch.Generator().manual_seed),
     keep=st.floats(0, 1),
+    odd=st.sampled_from([None, -0.0, math.nan, math.inf, 5e-324, 1.0]),
 )
-def test_zero_and_one_other_value_become_bits(shape, dtype, generator, keep):
+def test_zero_and_one_other_value_become_bits(shape, dtype, generator, keep, odd):
     mask = torch.rand(shape, generator=generator) < keep
     scaled = mask.to(dtype) * torch.tensor(1 / 0.9 if dtype.is_floating_point else 3).to(dtype)
-    check(scaled, -(-scaled.numel() // 8) < scaled.nbytes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    shape=shapes,
-    dtype=st.sampled_from(FLOATS),
-    generator=generators,
-    odd=st.sampled_from([-0.0, math.nan, math.inf, 1.0]),
-)
-def test_floats_of_more_values_are_left_alone(shape, dtype, generator, odd):
-    noise = F.dropout(torch.ones(shape), 0.5).to(dtype)
-    if noise.numel() < 2 or not noise.any():
-        return
-    noise.view(-1)[torch.randint(noise.numel(), (), generator=generator)] = odd
-    values = set(noise.view(BITS[dtype.itemsize]).view(-1).tolist()) - {0}
-    check(noise, len(values) < 2)
+    if odd is not None and dtype.is_floating_point and scaled.numel():
+        scaled.view(-1)[torch.randint(scaled.numel(), (), generator=generator)] = odd
+    values = set(scaled.view(BITS[dtype.itemsize]).view(-1).tolist()) - {0}
+    check(scaled, len(values) < 2 and -(-scaled.numel() // 8) < scaled.nbytes)
 
 
 @pytest.mark.parametrize("size", [100_001, 32_768, 3 * 32_768 + 5])
@@ -369,12 +348,8 @@ def test_a_misfit_that_no_sample_meets_is_found(size):
             check(changed, False)
 
 
-@pytest.mark.parametrize("value", [-0.0, math.nan, -math.inf, 5e-324])
-def test_odd_values_are_kept_bit_for_bit(value):
-    check(torch.tensor([0.0, value] * 9, dtype=torch.float64))
-    check(
-        torch.tensor([0, 0x7FC12345] * 8, dtype=torch.int32).view(torch.float32)
-    )  # a nan that says something
+def test_a_nan_that_says_something():
+    check(torch.tensor([0, 0x7FC12345] * 8, dtype=torch.int32).view(torch.float32))
 
 
 def test_what_was_saved_by_dropout_itself_fits():

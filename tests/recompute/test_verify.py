@@ -90,9 +90,6 @@ def step(block, run=checkpoint):
     run(block, torch.randn(5, 8)).square().sum().backward()
 
 
-# ---------------------------------------------------------------------------------------- what is found
-
-
 @EVERY_WAY
 @pytest.mark.parametrize("fault", [*OPERATORS, "list", "fewer calls"])
 def test_faults_are_errors_that_name_the_module(fault, run):
@@ -150,9 +147,6 @@ def test_a_rounding_is_a_warning_or_an_error_under_deterministic_algorithms(run)
         torch.use_deterministic_algorithms(False)
 
 
-# ---------------------------------------------------------------------------------------- what is right
-
-
 @EVERY_WAY
 def test_a_compiled_block_is_compiled_as_often_as_without_verification(run):
     compiled = []
@@ -199,9 +193,6 @@ def test_nothing_is_said_where_nothing_is_wrong(make, run):
         warnings.filterwarnings("ignore", message="Sparse CSR")
         for _ in range(3):
             step(block, run)
-
-
-# ---------------------------------------------------------------------------------------- which passes are verified
 
 
 @CHECKPOINT_AND_TAPE
