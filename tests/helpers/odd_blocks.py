@@ -376,6 +376,9 @@ class Using:
         block.held.mul_(0.9)
         return x
 
+    def edges(block: Any, x: Tensor) -> Tensor:
+        return torch.sparse.mm(block.edges, x.sin())
+
     def generator(block: Any, x: Tensor) -> Tensor:
         if isinstance(block.generator, torch.Generator):
             return x * torch.rand(x.shape, generator=block.generator)
@@ -431,6 +434,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "resized attribute": lambda: _holding(Using.filled, held=torch.empty(0)),
     "codebook": lambda: Block(Using.codes, codes=torch.linspace(-1, 1, 64).view(4, WIDTH)),
     "codebook that is an attribute": lambda: _holding(Using.codes, codes=torch.linspace(-1, 1, 64).view(4, WIDTH)),
+    "sparse buffer": lambda: Block(Using.edges, edges=torch.eye(6).to_sparse()),
+    "sparse buffer in rows": lambda: Block(Using.edges, edges=torch.eye(6).to_sparse_csr()),
     "fake quantization": lambda: Wrapped(
         _linear(), quantization.default_fake_quant(), quantization.default_per_channel_weight_fake_quant()
     ),
@@ -559,7 +564,12 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     attributes = [value for module in model.modules() for value in vars(module).values()]
     generators = [one.get_state() for one in attributes if isinstance(one, torch.Generator)]
     own = [one.detach() for one in attributes if isinstance(one, Tensor)]
-    return [*(one.detach() for one in model.parameters()), *model.buffers(), *own, *generators]
+    buffers = map(_dense, model.buffers())
+    return [*(one.detach() for one in model.parameters()), *buffers, *own, *generators]
+
+
+def _dense(one: Tensor | None) -> Tensor | None:
+    return one if one is None or one.layout is torch.strided else one.to_dense()
 
 
 def step(
@@ -582,9 +592,8 @@ def step(
             if isinstance(module, Block):
                 module.cached = None
     gradients = [one.grad for one in model.parameters()]
-    dense = [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
     numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
-    return [*losses, *dense, *tensors_of(model), *numbers]
+    return [*losses, *map(_dense, gradients), *tensors_of(model), *numbers]
 
 
 def under_policies(seed: int, around: Run = plainly) -> Run:

@@ -166,31 +166,12 @@ def test_a_compiled_block_is_compiled_as_often_as_without_verification(run):
     assert compiled[0] == compiled[1] > 0
 
 
-class Graph(nn.Module):
-    def __init__(self, layout):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("edges", torch.eye(5).to_sparse(layout=layout))
-
-    def forward(self, x):
-        return torch.sparse.mm(self.edges, self.linear(x)).tanh()
-
-
 @EVERY_WAY
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh()),
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),  # fills its statistics after it saves them
-        lambda: Graph(torch.sparse_coo),
-        lambda: Graph(torch.sparse_csr),
-    ],
-)
-def test_nothing_is_said_where_nothing_is_wrong(make, run):
-    block = make()
+def test_nothing_is_said_where_nothing_is_wrong(run):
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8)
+    block = nn.Sequential(*layers, nn.BatchNorm1d(8))  # which fills its statistics after it saves them
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="Sparse CSR")
         for _ in range(3):
             step(block, run)
 
