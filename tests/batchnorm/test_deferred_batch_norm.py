@@ -1,8 +1,6 @@
 """Tests of deferred batch norm: running statistics equal those pooled over the mini-batch, with any recomputation. And of convert()
 of both kinds: the modules that it converts remain the same objects."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Tests of running statistics: with recomputation, they equal those without it bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

@@ -3,8 +3,6 @@
 Run on every rank: ``horovodrun -np 2 python -m pytest tests/batchnorm/test_sync_batch_norm.py``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 

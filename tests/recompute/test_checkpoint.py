@@ -1,7 +1,5 @@
 """Tests of checkpoint() and CheckpointFunction: equal results with less memory, for any arguments and results."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

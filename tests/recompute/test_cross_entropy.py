@@ -1,13 +1,11 @@
 """Tests of cross entropy over a head in chunks: the results of PyTorch, one gradient accumulation, the memory of one chunk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 from same import gradients
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from ways import EVERY_KIND, plainly
 
@@ -18,19 +16,19 @@ ROWS, WIDTH, CLASSES = 96, 16, 300
 NOTHING = -100
 
 
-def inputs(masked: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def inputs(masked=0.0):
     torch.manual_seed(1)
     targets = torch.randint(CLASSES, (4, ROWS // 4))
     targets[torch.rand(targets.shape) < masked] = NOTHING
-    return torch.randn(4, ROWS // 4, WIDTH, dtype=dtype, requires_grad=True), targets
+    return torch.randn(4, ROWS // 4, WIDTH, requires_grad=True), targets
 
 
-def head(bias: bool = True) -> nn.Linear:
+def head(bias=True):
     torch.manual_seed(0)
     return nn.Linear(WIDTH, CLASSES, bias=bias)
 
 
-def unchunked(layer: nn.Module, hidden: Tensor, targets: Tensor, **options) -> Tensor:
+def unchunked(layer, hidden, targets, **options):
     scores = functional.linear(hidden, layer.weight, getattr(layer, "bias", None))
     return functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), **options)
 
@@ -69,12 +67,13 @@ def test_loss_and_gradients_are_those_of_pytorch(masked, bias, options, chunks):
 def test_tokens_have_weights():
     layer, (hidden, targets) = head(), inputs(0.5)
     weights = torch.rand(targets.shape)
-    rows = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="none")
-    counted = (targets != NOTHING) * weights
-    total = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="sum", token_weights=weights)
-    torch.testing.assert_close(total, (rows * weights).sum())
-    mean = hc.chunked_cross_entropy(layer, hidden, targets, 4, token_weights=weights)
-    torch.testing.assert_close(mean, (rows * weights).sum() / counted.sum())
+
+    def loss(**options):
+        return hc.chunked_cross_entropy(layer, hidden, targets, 4, **options)
+
+    total = (loss(reduction="none") * weights).sum()
+    torch.testing.assert_close(loss(reduction="sum", token_weights=weights), total)
+    torch.testing.assert_close(loss(token_weights=weights), total / weights[targets != NOTHING].sum())
 
 
 def test_a_tied_or_frozen_weight_accumulates_once():
@@ -145,7 +144,7 @@ def test_the_peak_is_that_of_a_chunk(masked):
     hidden = torch.randn(1, rows, WIDTH, requires_grad=True)
     logits, around = rows * classes * 4, 4 * (layer.weight.nbytes + hidden.nbytes)
 
-    def peak(compute) -> int:
+    def peak(compute):
         compute().backward()
         return measure_peak(lambda: compute().backward()).peak_bytes
 

@@ -1,8 +1,6 @@
 """Recomputation in the environment of the first pass: modes, context variables and settings that begin or end between passes are
 those of the first pass, in every way of recomputing, and an environment of another kind is verified anew."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import copy

@@ -1,7 +1,5 @@
 """Odd blocks in every way of recomputation: losses, gradients, buffers and random numbers are those of plain PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

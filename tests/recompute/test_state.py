@@ -1,7 +1,5 @@
 """Recomputation with the state of the first pass: containers, shared tensors, and what is frozen or unfrozen between the passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from same import assert_same, gradients

@@ -1,8 +1,6 @@
 """Tests of selective recomputation: side effects, memory, errors of plain autograd, and calls that change tensors in place or
 depend on more than their arguments; results: test_odd_blocks.py. And of masks in bits, which are restored bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
