@@ -30,7 +30,10 @@ REFUSED = {
     | {"operator with its own noise", "operator with Python's noise", "module: instance norm"},
 }
 """Blocks that a way may refuse with an error; what it computes is right all the same."""
-COPIED = {"module: old weight norm", "module: old spectral norm", "module: pruned"}  # which they cannot be
+# Which they cannot be.
+COPIED = {
+    f"module: {name}" for name in ("old weight norm", "old spectral norm", "pruned", "sparse buffer in rows")
+}
 UNFIT = {
     "regions": {f"passed: {what} changed in place" for what in ("list", "object", "tensor")},  # as in PyTorch
     "policies": COPIED | {name for name in models() if name.startswith("passed")},  # of tensors alone
