@@ -293,7 +293,6 @@ MIDDLES: dict[str, Middle] = {
     "fractional pooling": lambda block, x: x + F.fractional_max_pool2d(x[None], 2, output_size=2).sum(),
     "bernoulli": lambda block, x: torch.bernoulli(x.sigmoid()) * x,
     "normal": lambda block, x: torch.normal(x.sigmoid(), x.sigmoid()) * x,
-    "mask in a new tensor": lambda block, x: x.sin() * torch.empty(x.shape).bernoulli_(0.5).div_(0.5),
     "gumbel": lambda block, x: x * F.gumbel_softmax(x, hard=True),
     "multinomial": lambda block, x: x[torch.multinomial(torch.ones(len(x)), len(x))],
     "einsum": lambda block, x: torch.einsum("ij,kj,kl->il", x, x.sin(), x),

@@ -276,6 +276,24 @@ def test_masks_of_dropped_calls_are_drawn_once_or_again(redraw):
     assert forward > 0 == backward and drawn == (forward, forward if redraw else 0)
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_mask_that_is_drawn_into_a_new_tensor_within_a_region(mode):
+    """As stochastic depth draws it: nothing of the region was unpacked before the mask."""
+
+    def block(x):
+        return x.sin() * torch.empty(x.shape).bernoulli_(0.5).div_(0.5)
+
+    def outcome(run):
+        torch.manual_seed(1)
+        y = run(block, x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x), torch.rand(3)]
+
+    x = torch.randn(64, 40, requires_grad=True)
+    way = selectively(drop_all(block, x, keep=("sin", "mul")))
+    with verifying(mode):
+        assert_same(outcome(functools.partial(hc.checkpoint, way)), outcome(plainly))
+
+
 def test_masks_in_bits_take_a_bit_of_memory_for_each_element():
     def block(x):
         return F.dropout(x, 0.2)
