@@ -518,28 +518,20 @@ class Passing(nn.Module):
         return self.put(state, x + self.b(F.gelu(self.a(x))))
 
 
-def _set_item(state: Any, x: Tensor) -> Any:
-    state["x"] = x
-    return state
-
-
-def _set_attribute(state: Any, x: Tensor) -> Any:
-    state.x, state.steps = x, state.steps + 1
-    return state
-
-
+_UPDATED: Middle = lambda s, x: s.update(x=x) or s  # noqa: E731
+_CHANGED: Middle = lambda s, x: vars(s).update(x=x, steps=s.steps + 1) or s  # noqa: E731
 PASSED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Middle]] = {
-    "dict changed in place": (lambda x: {"x": x}, lambda s: s["x"], _set_item),
-    "slots changed in place": (lambda x: Slots(x=x), lambda s: s["x"], _set_item),
-    "ordered dict changed in place": (lambda x: Ordered(x=x), lambda s: s["x"], _set_item),
+    "dict changed in place": (lambda x: {"x": x}, lambda s: s["x"], _UPDATED),
+    "slots changed in place": (lambda x: Slots(x=x), lambda s: s["x"], _UPDATED),
+    "ordered dict changed in place": (lambda x: Ordered(x=x), lambda s: s["x"], _UPDATED),
     "list with a name": (_named, lambda s: s[0], lambda s, x: _named(x)),
     "new dict": (lambda x: {"x": x}, lambda s: s["x"], lambda s, x: {**s, "x": x}),
     "list changed in place": (lambda x: [x], lambda s: s[-1], lambda s, x: s.append(x) or s),
     "tuple": (lambda x: (x, None), lambda s: s[0], lambda s, x: (x, None)),
     "named tuple": (lambda x: Pair(x, None), lambda s: s.x, lambda s, x: s._replace(x=x)),
     "data class": (State, lambda s: s.x, lambda s, x: State(x, s.steps + 1)),
-    "data class changed in place": (State, lambda s: s.x, _set_attribute),
-    "object changed in place": (lambda x: SimpleNamespace(x=x, steps=0), lambda s: s.x, _set_attribute),
+    "data class changed in place": (State, lambda s: s.x, _CHANGED),
+    "object changed in place": (lambda x: SimpleNamespace(x=x, steps=0), lambda s: s.x, _CHANGED),
     "nested": (lambda x: {"a": [State(x)]}, lambda s: s["a"][0].x, lambda s, x: {"a": [State(x)]}),
     "tensor changed in place": (lambda x: x, lambda s: s * 1, lambda s, x: s.add_(x)),
 }
