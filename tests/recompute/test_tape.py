@@ -1,7 +1,6 @@
 """Tests of selective recomputation: side effects, memory, errors of plain autograd, and calls that change tensors in place or
 depend on more than their arguments; results: test_odd_blocks.py. And of masks in bits, which are restored bit for bit."""
 
-import contextlib
 import functools
 import gc
 import math
@@ -27,14 +26,12 @@ from hvd_ckpt.utils.torch_private import top_saved_tensors_default_hooks
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def no_collector():
     gc.collect()
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
 
 
 def test_second_derivatives_retained_graphs_and_some_gradients():
@@ -69,7 +66,7 @@ def test_side_effects_happen_once():
     assert torch.allclose(model[0].running_mean, 0.1 * x.mean((0, 2, 3)))
 
 
-def test_memory_is_lower_and_comes_back_without_the_garbage_collector():
+def test_memory_is_lower_and_comes_back_without_the_garbage_collector(no_collector):
     torch.manual_seed(0)
     layers = nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.2)
     model, x = nn.Sequential(*layers, nn.Linear(64, 16)), torch.randn(64, 6, 16)
@@ -82,7 +79,7 @@ def test_memory_is_lower_and_comes_back_without_the_garbage_collector():
         if backward:
             out.square().sum().backward()
 
-    with no_collector(), verifying("never"):  # which takes memory of its own
+    with verifying("never"):  # which takes memory of its own
         everything = measure_peak(lambda: train(Policy(calls, frozenset())))
         cheap = frozenset(i for i, call in enumerate(calls) if call not in ("linear", "matmul"))
         assert measure_peak(lambda: train(Policy(calls, cheap))).peak_bytes < 0.9 * everything.peak_bytes
@@ -92,7 +89,7 @@ def test_memory_is_lower_and_comes_back_without_the_garbage_collector():
             assert measure_peak(functools.partial(train, policy, backward=False)).held_bytes == 0
 
 
-def test_groups_that_read_each_other_are_freed():
+def test_groups_that_read_each_other_are_freed(no_collector):
     def cross(x, y):
         a, b = x.sin(), y.sin()
         product = b * a.cos()
@@ -103,12 +100,11 @@ def test_groups_that_read_each_other_are_freed():
     x, y = (torch.randn(64, requires_grad=True) for _ in range(2))
     for tensor in (x, y):
         tensor.grad = torch.zeros_like(tensor)
-    with no_collector():
-        for breaks in (range(9), (1, 2), (2, 3), ()):
-            policy = drop_all(cross, x, y, keep=("logical_not_",), breaks=frozenset(breaks))
-            train = functools.partial(selectively(policy), cross, x, y)
-            train().sum().backward()
-            assert measure_peak(lambda run=train: run().sum().backward()).held_bytes == 0
+    for breaks in (range(9), (1, 2), (2, 3), ()):
+        policy = drop_all(cross, x, y, keep=("logical_not_",), breaks=frozenset(breaks))
+        train = functools.partial(selectively(policy), cross, x, y)
+        train().sum().backward()
+        assert measure_peak(lambda run=train: run().sum().backward()).held_bytes == 0
 
 
 def test_code_on_another_path_keeps_everything_from_there():
