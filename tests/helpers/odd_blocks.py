@@ -147,12 +147,6 @@ class Middles:
         block.seen = [*getattr(block, "seen", ()), x.detach()]
         return x * (1 + len(block.seen))
 
-    def backward_inside(block: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            leaf.exp().sum().backward()
-        return x + leaf.grad
-
     def writes(block: Any, x: Tensor) -> Tensor:
         y = torch.zeros_like(x)
         y[:, ::2] = x[:, ::2]
@@ -357,10 +351,6 @@ class Using:
         # One step: longer sequences round apart in passes without gradients.
         return x + block.inner(x[None])[0][0]
 
-    def attention(block: Any, x: Tensor) -> Tensor:
-        out, weights = block.inner(x[None], x[None], x[None])
-        return x + out[0] + weights.sum()
-
     def codes(block: Any, x: Tensor) -> Tensor:
         nearest = torch.cdist(x.detach(), block.codes).argmin(1)
         chosen = block.codes[nearest].clone()
@@ -448,7 +438,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: Block(Using.recurrent, inner=nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
     "RNN": lambda: Wrapped(nn.RNN(WIDTH, WIDTH, num_layers=2, dropout=0.3)),
     "packed sequence": lambda: Block(Using.packed, inner=nn.GRU(WIDTH, WIDTH)),
-    "attention": lambda: Block(Using.attention, inner=nn.MultiheadAttention(WIDTH, 2, dropout=0.2)),
     "encoder layer": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1)),
     "max_norm": lambda: _embedded(max_norm=0.5),
     "sparse embedding": lambda: _embedded(sparse=True),
