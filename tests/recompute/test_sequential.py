@@ -93,13 +93,9 @@ def test_several_values_shared_keywords_and_non_tensors(use_reentrant, segments)
     def run(segments, keep_last):
         layers = [Fork(), Mix(), Mix(), product_of_all]
         x = torch.linspace(0, 1, 4, requires_grad=True)
-        shared = {
-            "scale": torch.full((4,), 2.0).requires_grad_(),
-            "shift": torch.tensor(0.5).requires_grad_(),
-        }
-        y = checkpoint_sequential(
-            layers, segments, x, 3, **shared, use_reentrant=use_reentrant, keep_last=keep_last
-        )
+        shared = {name: torch.full((4,), 2.0).requires_grad_() for name in ("scale", "shift")}
+        options = {"use_reentrant": use_reentrant, "keep_last": keep_last, **shared}
+        y = checkpoint_sequential(layers, segments, x, 3, **options)
         y.sum().backward()
         leaves = (x, *shared.values(), layers[1].weight, layers[2].weight)
         return [y.detach(), *(leaf.grad for leaf in leaves)]
@@ -161,11 +157,7 @@ def test_bad_keywords_and_layers_of_a_module():
 @pytest.mark.parametrize(
     "layers, values, message",
     [
-        (
-            [nn.ReLU(), nn.Linear(5, 2)],
-            1,
-            r"segment 2 of 2 \(layer 1: Linear\).*float32 tensor of shape \(3, 4\)",
-        ),
+        ([nn.ReLU(), nn.Linear(5, 2)], 1, r"2 of 2 \(layer 1: Linear\).*float32 tensor of shape \(3, 4\)"),
         ([nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2), nn.Tanh()], 1, r"\(layers 2 to 3: Linear, Tanh\)"),
         ([Fork(), Fork()], 2, r"segment 2 of 2 \(layer 1: Fork\).*the layer before it returns 3 values"),
         ([Fork(), Fork()], 3, r"segment 1 of 2.*the model was given 3 values"),
@@ -181,17 +173,12 @@ def test_values_that_do_not_fit_name_the_segment(use_reentrant, layers, values, 
 
 @pytest.mark.parametrize(
     "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        HorovodInternalError("rank lost"),
-        KeyError("k"),
-        ValueError("only in a recomputation"),
-    ],
+    [torch.OutOfMemoryError("memory"), HorovodInternalError("rank"), KeyError("key"), ValueError("again")],
 )
 @VARIANTS
 def test_errors_with_a_meaning_of_their_own_pass_unchanged(error, use_reentrant):
     def fail(x):
-        if is_recomputing() or not isinstance(error, ValueError):
+        if is_recomputing() or not isinstance(error, ValueError):  # that comes in a recomputation alone
             raise error
         return x.sin()
 

@@ -259,12 +259,8 @@ def test_masks_of_dropped_calls_are_drawn_once_or_again(redraw):
         with Draws() as draws:
             y = run(model, x)
             forward = draws.elements
-            found = [
-                y.detach(),
-                *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]),
-                torch.rand(3),
-            ]
-        return found, (forward, draws.elements - forward)
+            slopes = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+        return [y.detach(), *slopes, torch.rand(3)], (forward, draws.elements - forward)
 
     expected, (forward, backward) = outcome(plainly)
     found, drawn = outcome(selectively(drop_all(model, x, redraw=redraw)))
