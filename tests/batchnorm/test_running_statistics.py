@@ -1,7 +1,5 @@
 """Tests of running statistics: with recomputation, they equal those without it bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
@@ -12,12 +10,11 @@ import pytest
 import torch
 from same import assert_same, gradients
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from ways import VARIANTS, by_function, plainly, reentrant
+from ways import VARIANTS, plainly, reentrant, saving
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.processes.runtime import init
-from hvd_ckpt.recompute import CheckpointSequential, checkpoint, is_recomputing
+from hvd_ckpt.recompute import checkpoint
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,15 +32,14 @@ class OwnForward(nn.BatchNorm2d):
 
 
 KINDS = {
-    "vectors": (lambda: nn.BatchNorm1d(4), 0),
-    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), 2),
-    "cumulative average": (lambda: nn.BatchNorm2d(4, momentum=None), 2),
-    "SyncBatchNorm, cumulative average": (lambda: SyncBatchNorm(4, momentum=None), 2),
-    "without statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), 2),
-    "SyncBatchNorm without statistics": (lambda: SyncBatchNorm(4, track_running_stats=False), 2),
-    "lazy": (nn.LazyBatchNorm2d, 2),
-    "subclass with a forward of its own": (lambda: OwnForward(4), 2),
-    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), 2),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "cumulative average": lambda: nn.BatchNorm2d(4, momentum=None),
+    "SyncBatchNorm, cumulative average": lambda: SyncBatchNorm(4, momentum=None),
+    "without statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "SyncBatchNorm without statistics": lambda: SyncBatchNorm(4, track_running_stats=False),
+    "lazy": nn.LazyBatchNorm2d,
+    "subclass with a forward of its own": lambda: OwnForward(4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
 }
 
 
@@ -57,34 +53,27 @@ class Block(nn.Module):
         return self.norm(x * self.scale).sin()
 
 
-def outcome(module, *tensors):
-    """Gradients, statistics and whatever else is given."""
-    return [*gradients(module), *(buffer.clone() for buffer in module.buffers()), *tensors]
-
-
-def batches(dimensions=2, count=3):
+def batches():
     torch.manual_seed(5)
-    return [torch.randn(6, 4, *[3] * dimensions) * 2 + 1 for _ in range(count)]
+    return [torch.randn(6, 4, 3, 3) * 2 + 1 for _ in range(3)]
 
 
-def train(module, run, dimensions=2, backward_passes=2, raw_data=False, dtype=None):
-    for x in batches(dimensions):
-        x.requires_grad_(not raw_data)
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            y = run(x)
+def train(module, run, backward_passes=2, raw_data=False, dtype=None):
+    """Gradients and statistics after three batches."""
+    for x in batches():
+        x = x.to(dtype).requires_grad_(not raw_data)
+        y = run(x)
         for index in range(backward_passes):
             y.float().square().sum().backward(retain_graph=index < backward_passes - 1)
-    return outcome(module, x.grad)
+    return [*gradients(module), *module.buffers(), x.grad]
 
 
 @VARIANTS
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(run, kind):
-    make, dimensions = KINDS[kind]
-    plain, block = Block(make()), Block(make())
-    expected = train(plain, plain, dimensions)
+    plain, block = Block(KINDS[kind]()), Block(KINDS[kind]())
     buffers = dict(block.norm._buffers)
-    assert_same(expected, train(block, functools.partial(run, block), dimensions))
+    assert_same(train(plain, plain), train(block, functools.partial(run, block)))
     # The buffers themselves are the module's own again, not the copies.
     assert all(block.norm._buffers[name] is buffer for name, buffer in buffers.items())
 
@@ -102,9 +91,6 @@ class Slots:
 
     __slots__ = ("block",)
 
-    def __init__(self, block):
-        self.block = block
-
 
 GLOBAL = {}
 HOLDER = SimpleNamespace()
@@ -117,9 +103,10 @@ def through_a_global(x):
 def ways(block):
     """Functions that lead to the block."""
     GLOBAL["block"] = HOLDER.block = block
-    layers, objects = [block], [SimpleNamespace(block=block)]
+    layers, objects, slots = [block], [SimpleNamespace(block=block)], Slots()
+    slots.block = block
     held = {
-        "slots": (0, [Slots(block)]),
+        "slots": (0, [slots]),
         "deque": (0, deque(objects)),
         "a longer way first": ([[[objects]]], objects),
         "a way through an object first": (SimpleNamespace(all=objects), objects),
@@ -147,22 +134,13 @@ def ways(block):
     }
 
 
-def ways_to_run(block, run):
-    checkpointed = {name: functools.partial(run, way) for name, way in ways(block).items()}
-    return checkpointed | {
-        "argument": lambda x: run(lambda x, m: m(x), x, block),
-        "CheckpointSequential": CheckpointSequential([block], 1, run is reentrant, keep_last=False),
-        "CheckpointFunction": functools.partial(by_function, block),
-    }
-
-
 @VARIANTS
-@pytest.mark.parametrize("way", list(ways_to_run(nn.Identity(), checkpoint)))
+@pytest.mark.parametrize("way", list(ways(nn.Identity())))
 def test_every_way_to_hold_the_module(run, way):
     """Parameters get gradients, too, though the input needs none."""
     plain, block = Block(), Block()
     expected = train(plain, plain, raw_data=True)
-    assert_same(expected, train(block, ways_to_run(block, run)[way], raw_data=True))
+    assert_same(expected, train(block, functools.partial(run, ways(block)[way]), raw_data=True))
 
 
 @VARIANTS
@@ -185,77 +163,30 @@ def test_module_used_twice_and_modes_mixed_in_one_region(run):
     assert_same(trained(plainly), trained(run))
 
 
-@VARIANTS
-def test_evaluation_mode_and_no_grad_change_nothing(run):
-    block = Block().eval()
-    before = copy.deepcopy(block.norm.state_dict())
-    train(block, functools.partial(run, block))
-    assert all(torch.equal(before[name], value) for name, value in block.norm.state_dict().items())
-    plain = Block()
-    block = copy.deepcopy(plain)
-    with torch.no_grad():
-        for x in batches():
-            assert torch.equal(plain(x), run(block, x))
-    assert_same(outcome(plain), outcome(block))
-
-
-@VARIANTS
-def test_buffers_come_back_when_the_recomputation_raises(run):
-    norm = nn.BatchNorm2d(4)
-
-    def function(x):
-        y = norm(x)
-        if is_recomputing():
-            raise KeyError("broken")
-        return y.sin().cos()
-
-    y = run(function, batches(count=1)[0].requires_grad_())
-    buffers = dict(norm._buffers)
-    values = [buffer.clone() for buffer in norm.buffers()]
-    with pytest.raises(KeyError, match="broken"):
-        y.sum().backward()
-    assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
-    assert_same(values, list(norm.buffers()))
-
-
-def test_selective_checkpointing():
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        (lambda block: functools.partial(saving(torch.ops.aten.convolution.default), block), 1),
+        (lambda block: torch.compile(lambda x: checkpoint(block, x), backend="eager"), 2),
+        (lambda block: functools.partial(reentrant, torch.compile(block, backend="eager")), 2),
+    ],
+    ids=["selective", "compiled around", "compiled inside"],
+)
+def test_selective_checkpointing_and_compilation(run, passes):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     model = copy.deepcopy(plain)
-    expected = train(plain, plain, backward_passes=1)
-
-    def contexts():
-        return create_selective_checkpoint_contexts([torch.ops.aten.convolution.default])
-
-    run = functools.partial(checkpoint, model, context_fn=contexts)
-    assert_same(expected, train(model, run, backward_passes=1))
-
-
-@pytest.mark.parametrize(("where", "run"), [("around", checkpoint), ("inside", reentrant)])
-def test_compiled(where, run):
-    plain, block = Block(), Block()
-    expected = train(plain, plain)
-    if where == "inside":
-        call = functools.partial(run, torch.compile(block, backend="eager"))
-    else:
-        call = torch.compile(lambda x: run(block, x), backend="eager")
-    assert_same(expected, train(block, call))
+    expected = train(plain, plain, backward_passes=passes)
+    assert_same(expected, train(model, run(model), backward_passes=passes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
 def test_sync_batch_norm_on_one_rank_is_batch_norm(dtype, kind):
     plain, synchronized = nn.BatchNorm2d(4, dtype=dtype, **kind), SyncBatchNorm(4, dtype=dtype, **kind)
-    expected, found = (
-        train(module, lambda x, module=module: module(x.to(dtype))) for module in (plain, synchronized)
-    )
-    assert_same(expected, found)
-    x = batches(count=1)[0].to(dtype)
+    assert_same(train(plain, plain, dtype=dtype), train(synchronized, synchronized, dtype=dtype))
+    x = batches()[0].to(dtype)
     assert torch.equal(plain.eval()(x), synchronized.eval()(x))
-
-
-def test_sync_batch_norm_errors():
-    with pytest.raises(ValueError, match=r"got \(4,\)"):
-        SyncBatchNorm(4)(torch.randn(4))
-    with pytest.raises(ValueError, match=r"4 channels.*\(2, 3\)"):
-        SyncBatchNorm(4)(torch.randn(2, 3))
+    for shape in ((4,), (2, 3)):
+        with pytest.raises(ValueError, match=rf"4 channels.*\({', '.join(map(str, shape))},?\)"):
+            synchronized(torch.randn(shape))

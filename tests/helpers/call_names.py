@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -33,6 +35,9 @@ def names_of_calls(function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
     """The calls of a function, whose effects on modules and random numbers are undone."""
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function)
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(), CallNames() as mode:
         function(*args)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     return tuple(mode.names)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import hvd_ckpt as hc
 
@@ -48,6 +50,29 @@ def each(run: Run) -> Run:
 def in_segments(use_reentrant: bool) -> Run:
     """A chain in two segments."""
     return lambda model, x: hc.CheckpointSequential(model, 2, use_reentrant, keep_last=False)(x)
+
+
+def in_lambdas(model: Any, x: Any) -> Any:
+    """A region for each block, each of which reaches the whole chain."""
+    for number in range(len(model)):
+        x = hc.checkpoint(lambda y, number=number: model[number](y), x)
+    return x
+
+
+def saving(*operators: Any) -> Run:
+    """Regions in which PyTorch's selective checkpointing saves the results of some operators."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(operators))
+    return functools.partial(hc.checkpoint, context_fn=contexts)
+
+
+CHAINS: dict[str, Run] = {
+    **{name: each(WAYS[name]) for name in ("non-reentrant", "reentrant", "nested")},
+    "segments": in_segments(False),
+    "reentrant segments": in_segments(True),
+    "lambdas": in_lambdas,
+    "selective": each(saving(torch.ops.aten.addmm.default)),
+}
+"""Of chains of blocks."""
 
 
 def each_of(*names: str) -> Any:

@@ -1,14 +1,13 @@
 """Tests of cross entropy over a head in chunks: the results of PyTorch, one gradient accumulation, the memory of one chunk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 from same import gradients
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
+from ways import EVERY_KIND, plainly
 
 import hvd_ckpt as hc
 from hvd_ckpt.utils.memory import measure_peak
@@ -17,25 +16,25 @@ ROWS, WIDTH, CLASSES = 96, 16, 300
 NOTHING = -100
 
 
-def inputs(masked: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def inputs(masked=0.0):
     torch.manual_seed(1)
     targets = torch.randint(CLASSES, (4, ROWS // 4))
     targets[torch.rand(targets.shape) < masked] = NOTHING
-    return torch.randn(4, ROWS // 4, WIDTH, dtype=dtype, requires_grad=True), targets
+    return torch.randn(4, ROWS // 4, WIDTH, requires_grad=True), targets
 
 
-def head(bias: bool = True) -> nn.Linear:
+def head(bias=True):
     torch.manual_seed(0)
     return nn.Linear(WIDTH, CLASSES, bias=bias)
 
 
-def unchunked(layer: nn.Linear, hidden: Tensor, targets: Tensor, **options) -> Tensor:
-    return functional.cross_entropy(layer(hidden).flatten(0, 1), targets.flatten(), **options)
+def unchunked(layer, hidden, targets, **options):
+    scores = functional.linear(hidden, layer.weight, getattr(layer, "bias", None))
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), **options)
 
 
 def assert_near(expected, actual, share=5e-6):
-    assert len(expected) == len(actual)
-    for one, other in zip(expected, actual):
+    for one, other in zip(expected, actual, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             assert one.dtype == other.dtype and one.shape == other.shape
@@ -54,13 +53,9 @@ def assert_near(expected, actual, share=5e-6):
 )
 def test_loss_and_gradients_are_those_of_pytorch(masked, bias, options, chunks):
     results = []
-    for chunked in (False, True):
+    for compute in (unchunked, lambda *given, **options: hc.chunked_cross_entropy(*given, chunks, **options)):
         layer, (hidden, targets) = head(bias), inputs(masked)
-        loss = (
-            hc.chunked_cross_entropy(layer, hidden, targets, chunks, **options)
-            if chunked
-            else unchunked(layer, hidden, targets, **options)
-        )
+        loss = compute(layer, hidden, targets, **options)
         torch.manual_seed(2)
         (loss.flatten() * torch.rand(loss.numel())).sum().backward()
         results.append([loss.detach().flatten(), hidden.grad, *gradients(layer)])
@@ -72,12 +67,13 @@ def test_loss_and_gradients_are_those_of_pytorch(masked, bias, options, chunks):
 def test_tokens_have_weights():
     layer, (hidden, targets) = head(), inputs(0.5)
     weights = torch.rand(targets.shape)
-    rows = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="none")
-    counted = (targets != NOTHING) * weights
-    total = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="sum", token_weights=weights)
-    torch.testing.assert_close(total, (rows * weights).sum())
-    mean = hc.chunked_cross_entropy(layer, hidden, targets, 4, token_weights=weights)
-    torch.testing.assert_close(mean, (rows * weights).sum() / counted.sum())
+
+    def loss(**options):
+        return hc.chunked_cross_entropy(layer, hidden, targets, 4, **options)
+
+    total = (loss(reduction="none") * weights).sum()
+    torch.testing.assert_close(loss(reduction="sum", token_weights=weights), total)
+    torch.testing.assert_close(loss(token_weights=weights), total / weights[targets != NOTHING].sum())
 
 
 def test_a_tied_or_frozen_weight_accumulates_once():
@@ -89,8 +85,7 @@ def test_a_tied_or_frozen_weight_accumulates_once():
     tied = embedding.weight.grad.clone()
     assert len(calls) == 1
     embedding.zero_grad()
-    scores = functional.linear(embedding(targets), embedding.weight)
-    functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+    unchunked(embedding, embedding(targets), targets).backward()
     assert_near([embedding.weight.grad], [tied])
 
     layer, (hidden, targets) = head().requires_grad_(False), inputs()
@@ -98,22 +93,15 @@ def test_a_tied_or_frozen_weight_accumulates_once():
     assert hidden.grad is not None and layer.weight.grad is None
 
 
-@pytest.mark.parametrize("reentrant", [False, True, "function"])
-def test_inside_a_checkpointed_region(reentrant):
+@EVERY_KIND
+def test_inside_a_checkpointed_region(run):
+    def function(layer, hidden, targets):
+        return hc.chunked_cross_entropy(layer, hidden.tanh(), targets, 3)
+
     results = []
-    for recomputed in (False, True):
+    for way in (plainly, run):
         layer, (hidden, targets) = head(), inputs(0.5)
-
-        def function(layer, hidden, targets):
-            return hc.chunked_cross_entropy(layer, hidden.tanh(), targets, 3)
-
-        if not recomputed:
-            loss = function(layer, hidden, targets)
-        elif reentrant == "function":
-            parameters = layer.parameters()
-            loss = hc.CheckpointFunction.apply(function, 3, layer, hidden, targets, *parameters)
-        else:
-            loss = hc.checkpoint(function, layer, hidden, targets, use_reentrant=reentrant)
+        loss = way(function, layer, hidden, targets)
         loss.backward()
         results.append([loss, hidden.grad, *gradients(layer)])
     assert_near(*results)
@@ -140,9 +128,9 @@ def test_backward_passes_of_a_kept_graph_and_of_gradients():
     layer, (hidden, targets) = head(), inputs()
     loss = hc.chunked_cross_entropy(layer, hidden, targets, 3)
     loss.backward(retain_graph=True)
-    once = [one.clone() for one in gradients(layer)]
+    four_times = [4 * one for one in gradients(layer)]
     (3 * loss).backward(retain_graph=True)
-    assert_near([4 * one for one in once], gradients(layer))
+    assert_near(four_times, gradients(layer))
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
@@ -156,7 +144,7 @@ def test_the_peak_is_that_of_a_chunk(masked):
     hidden = torch.randn(1, rows, WIDTH, requires_grad=True)
     logits, around = rows * classes * 4, 4 * (layer.weight.nbytes + hidden.nbytes)
 
-    def peak(compute) -> int:
+    def peak(compute):
         compute().backward()
         return measure_peak(lambda: compute().backward()).peak_bytes
 
