@@ -1,11 +1,11 @@
-"""Tests of DistributedOptimizer as a replacement for that of Horovod: methods, arguments, errors."""
+"""Tests of DistributedOptimizer as a replacement for that of Horovod: methods, arguments, state, errors."""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as stock
@@ -43,15 +43,9 @@ def with_momentum(model: nn.Module, **options: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-def test_a_copy_is_refused() -> None:
-    with pytest.raises(TypeError, match="cannot be copied; copy the model"):
-        copy.deepcopy(with_momentum(chain()))
-
-
 def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     model = chain()
     plain = momentum(model)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
     train_for_all(model, plain, range(1))
     optimizer = wrap(model, plain)
     assert isinstance(optimizer, torch.optim.SGD)
@@ -59,10 +53,40 @@ def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     assert type(optimizer).__name__ == "SGD"
     assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5).step()
+    with pytest.raises(TypeError, match="cannot be copied; copy the model"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_schedules_made_before_wrapping_and_after_it(stepped: bool) -> None:
+    """The first knows of steps."""
+    model = chain(1)
+    bare = momentum(model)
+    schedule = torch.optim.lr_scheduler.StepLR(bare, 1, gamma=0.5)
+    optimizer = wrap(model, bare)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss(model, step).backward()
+            if stepped:
+                optimizer.step()
+            schedule.step()
+    assert any("lr_scheduler.step()" in str(warning.message) for warning in caught) == (not stepped)
     assert optimizer.param_groups[0]["lr"] == 0.025
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5).step()
+    assert optimizer.param_groups[0]["lr"] == 0.0125
+
+
+@several
+def test_step_hooks_run_once_after_loading_a_state() -> None:
+    model = chain()
+    optimizer = wrap(model)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(optimizer.reduction_stats.steps))
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(1))
+    assert calls == [1, 2]  # once per step, and after the reduction
 
 
 @several
@@ -72,39 +96,77 @@ def test_step_after_synchronize_warns_and_reduces_no_second_time() -> None:
     loss(model, 0).backward()
     optimizer.synchronize()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="step.. called without optimizer.skip_synchronize"):
         optimizer.step()
-    assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
-    for before, parameter in zip(gradients, model.parameters()):
-        assert torch.equal(before, parameter.grad)
+    assert all(torch.equal(before, p.grad) for before, p in zip(gradients, model.parameters()))
     assert optimizer.reduction_stats.steps == 1
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+WRONG_ORDERS: list[tuple[int, str, type[Exception], str]] = [
+    (0, "backward zero_grad", AssertionError, "zero_grad.. was called after"),
+    (2, "backward zero_grad", AssertionError, "zero_grad.. was called after"),
+    (0, "backward step_alone", RuntimeError, "not reduced"),
+    (2, "backward step_alone", RuntimeError, "not reduced"),
+    (0, "backward synchronize backward step_alone", RuntimeError, "not reduced"),
+    (2, "backward synchronize backward step_alone", RuntimeError, "not reduced"),
+    (0, "backward unscale backward scaler.step", RuntimeError, "not reduced"),
+    (2, "backward unscale backward scaler.step", RuntimeError, "not reduced"),
+    (0, "backward unscale unscale", RuntimeError, "already been called"),
+    (0, "torch's backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+    (0, "torch's backward unscale scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+    (0, "torch's backward synchronize clear backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+]
 
 
 @several
-def test_zero_grad_before_step_is_an_error() -> None:
+@pytest.mark.parametrize(("before", "calls", "error", "message"), WRONG_ORDERS)
+def test_calls_in_a_wrong_order(before: int, calls: str, error: type[Exception], message: str) -> None:
+    """After some steps; with the scaler of this library or torch's."""
     model = chain()
     optimizer = wrap(model)
-    loss(model, 0).backward()
-    with pytest.raises(AssertionError, match="zero_grad"):
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
+    train(model, optimizer, range(before))
+    *words, last = calls.removeprefix("torch's ").split()
+    kind = torch.amp.GradScaler if calls.startswith("torch's") else hc.GradScaler
+    scaler: Any = kind("cpu", init_scale=8.0)
+
+    def step_alone() -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    perform: dict[str, Callable[[], Any]] = {
+        "backward": lambda: scaler.scale(loss(model, 0)).backward(),
+        "clear": model.zero_grad,
+        "zero_grad": optimizer.zero_grad,
+        "synchronize": optimizer.synchronize,
+        "step_alone": step_alone,
+        "unscale": lambda: scaler.unscale_(optimizer),
+        "scaler.step": lambda: scaler.step(optimizer),
+    }
+    optimizer.zero_grad()
+    for word in words:
+        perform[word]()
+    with pytest.raises(error, match=message):
+        perform[last]()
+    optimizer.synchronize()
+    step_alone()
+    train(model, optimizer, range(2))
+    same_everywhere(model)
 
 
 @several
 def test_process_sets() -> None:
     evens, odds = (hc.add_process_set(list(range(first, hc.size(), 2))) for first in (0, 1))
-    model = chain()
-    train(model, wrap(model, process_set=evens), range(3))
-    weights = hc.allgather_object(fingerprint(model))
-    assert all(weights[rank] == weights[0] for rank in range(0, hc.size(), 2))
-    assert all(weights[rank] != weights[0] for rank in range(1, hc.size(), 2))
-    model = chain()
-    train(model, wrap(model, process_set=odds if hc.rank() % 2 else evens), range(3))
-    weights = hc.allgather_object(fingerprint(model))
-    assert all(weights[rank] == weights[rank % 2] for rank in range(hc.size()))
+    for own in evens, odds if hc.rank() % 2 else evens:
+        model = chain()
+        train(model, wrap(model, process_set=own), range(3))
+        weights = hc.allgather_object(fingerprint(model))
+        if own is evens and hc.rank() % 2:  # each trains by itself
+            assert weights.count(fingerprint(model)) == 1
+        else:
+            assert weights[hc.rank() % 2 :: 2] == [fingerprint(model)] * (hc.size() // 2)
+    assert weights[0] != weights[1]
     hc.remove_process_set(odds)
     hc.remove_process_set(evens)
 
@@ -122,19 +184,6 @@ def test_adasum() -> None:
     train(other, theirs, range(4))
     same_everywhere(model)
     assert difference(model, other) < 1e-6
-    assert difference(model, chain()) > 1e-3
-
-
-@several
-def test_a_rank_without_any_data_joins_before_the_first_step() -> None:
-    model = chain()
-    optimizer = with_momentum(model)
-    train(model, optimizer, range(3 if hc.rank() else 0))
-    last = hc.join()
-    hc.broadcast_parameters(model.state_dict(), root_rank=last)
-    hc.broadcast_optimizer_state(optimizer, root_rank=last)
-    train(model, optimizer, range(3))
-    same_everywhere(model)
     assert difference(model, chain()) > 1e-3
 
 
@@ -174,11 +223,9 @@ def test_a_notice_of_one_rank_reaches_all_with_the_gradients(bucket_cap_mb: floa
     optimizer = wrap(model, bucket_cap_mb=bucket_cap_mb)
     seen = []
     for step in range(6):
-        optimizer.zero_grad()
-        loss(model, step).backward()
         if step in (0, 3) and hc.rank() == hc.size() - 1:
             optimizer.notify()
-        optimizer.step()
+        train(model, optimizer, range(step, step + 1))
         seen.append(optimizer.notified)
     assert seen == [True, False, False, True, False, False]
     assert optimizer.reduction_stats.last.control_messages == 0
@@ -214,32 +261,13 @@ def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
     resumed.load_reduction_state_dict(state)
     train(model, resumed, range(3, 4))
     assert resumed.reduction_stats.last == optimizer.reduction_stats.last
-    with pytest.raises(ValueError, match="'elsewhere'"):
-        resumed.load_reduction_state_dict({**state, "order": ["elsewhere"]})
-    with pytest.raises(ValueError, match="version 7"):
-        resumed.load_reduction_state_dict({"version": 7})
-    with pytest.raises(ValueError, match="is a NoneType, and must be a dict"):
-        resumed.load_reduction_state_dict(None)
-
-
-@several
-@pytest.mark.parametrize("everywhere", [True, False], ids=["on every rank", "on one rank"])
-def test_a_parameter_put_in_place_of_another_is_an_error_everywhere(everywhere: bool) -> None:
-    """As by code that prunes or splits: nobody would reduce its gradient, and the weights of the ranks would differ."""
-    model = chain()
-    optimizer = with_momentum(model)
-    for replaces in (False, True):
-        if replaces and (everywhere or hc.rank() == 0):
-            model[0][0].weight = nn.Parameter(model[0][0].weight.detach().clone())
-            optimizer.param_groups[0]["params"][0] = model[0][0].weight
-        optimizer.zero_grad()
-        loss(model, int(replaces)).backward()
-        if replaces:
-            raises_everywhere(
-                RuntimeError, r"'params'\]\[0\].*make the DistributedOptimizer again", optimizer.step
-            )
-        else:
-            optimizer.step()
+    for wrong, message in (
+        ({**state, "order": ["elsewhere"]}, "'elsewhere'"),
+        ({"version": 7}, "version 7"),
+        (None, "is a NoneType, and must be a dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resumed.load_reduction_state_dict(wrong)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "LBFGS"])
@@ -254,20 +282,18 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
     assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all("step" not in state or float(state["step"]) == 0 for state in optimizer.state.values())
-    state = optimizer.state_dict()
     if hc.rank() == 0:  # only the root has a state
-        alone = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        twin = copy.deepcopy(model)
+        alone = getattr(torch.optim, kind)(twin.parameters(), lr=0.01)
 
         def closure() -> torch.Tensor:
             alone.zero_grad()
-            value = loss(model, 0)
+            value = loss(twin, 0)
             value.backward()
             return value
 
         alone.step(closure)
-        torch.optim.Optimizer.zero_grad(alone)
-        state = alone.state_dict()
-    optimizer.load_state_dict(state)
+        optimizer.load_state_dict(alone.state_dict())
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     states = hc.allgather_object(optimizer.state_dict())
     assert all(str(state) == str(states[0]) for state in states)
@@ -277,10 +303,7 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
 def test_broadcast_optimizer_state_sends_what_is_of_no_parameter() -> None:
     optimizer = momentum(chain(1))
     optimizer.state["all"] = {"steps": 3 + hc.rank(), "mean": torch.tensor([float(hc.rank())])}
-    if hc.rank():
-        optimizer.state["more"] = {"steps": 1}
-    else:
-        optimizer.state["root"] = {"steps": 2}
+    optimizer.state["more" if hc.rank() else "root"] = {"steps": 2}
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     assert dict(optimizer.state) == {"all": {"steps": 3, "mean": torch.zeros(1)}, "root": {"steps": 2}}
 
@@ -330,75 +353,43 @@ def test_elastic_state_around_the_optimizer() -> None:
 
 # ---------------------------------------------------------------------------------------------------- errors
 
-
-@several
-@pytest.mark.parametrize("what", ["name", "shape", "dtype", "count", "requires_grad"])
-def test_models_that_differ_between_ranks(what: str) -> None:
-    model = chain()
-    names: Iterator[tuple[str, nn.Parameter]] = model.named_parameters()
-    if hc.rank() == hc.size() - 1:
-        if what == "name":
-            names = ((name.replace("1.", "two."), parameter) for name, parameter in names)
-        elif what == "shape":
-            model[1][0] = nn.Linear(WIDTH, WIDTH + 1)
-        elif what == "dtype":
-            model[1].double()
-        elif what == "count":
-            model.append(nn.Linear(1, 1))
-        else:
-            model[1].requires_grad_(False)
-    raises_everywhere(
-        ValueError,
-        "4.weight" if what == "count" else "1.0.weight",
-        lambda: hc.DistributedOptimizer(momentum(model), named_parameters=names),
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),
-        ({"gradient_predivide_factor": 2.0, "op": hc.Sum}, "gradient_predivide_factor"),
-        ({"gradient_predivide_factor": math.nan}, "gradient_predivide_factor must be a finite number"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
-        ({"groups": -1}, "groups should be"),
-        ({"groups": [["x"]]}, "groups must consist of torch.Tensor"),
-        ({"groups": [2]}, "groups should be"),
-        ({"groups": [torch.ones(2)]}, "groups should be"),
-        ({"groups": [iter([torch.ones(2)])]}, "groups should be"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
-    raises_everywhere(ValueError, message, lambda: wrap(chain(), **options))
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),
+    ({"gradient_predivide_factor": 2.0, "op": hc.Sum}, "gradient_predivide_factor"),
+    ({"gradient_predivide_factor": math.nan}, "gradient_predivide_factor must be a finite number"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
+    ({"groups": -1}, "groups should be"),
+    ({"groups": [["x"]]}, "groups must consist of torch.Tensor"),
+    ({"groups": [2]}, "groups should be"),
+    ({"groups": [torch.ones(2)]}, "groups should be"),
+    ({"groups": [iter([torch.ones(2)])]}, "groups should be"),
+]
+OTHER_TYPES: list[dict[str, Any]] = [
+    {"op": "sum"},
+    {"op": [hc.Sum]},
+    {"compression": None},
+    {"compression": "fp16"},
+    {"process_set": 0},
+    {"process_set": None},
+    {"bucket_cap_mb": "25"},
+    {"backward_passes_per_step": 2.5},
+    {"gradient_predivide_factor": "2"},
+    {"keep_buckets": "no"},
+    {"sparse_as_dense": "no"},
+    {"master_weights": "yes", "shard": "gradients"},
+]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "error", "message"),
     [
-        {"op": "sum"},
-        {"op": [hc.Sum]},
-        {"compression": None},
-        {"compression": "fp16"},
-        {"process_set": 0},
-        {"process_set": None},
-        {"bucket_cap_mb": "25"},
-        {"backward_passes_per_step": 2.5},
-        {"gradient_predivide_factor": "2"},
-        {"keep_buckets": "no"},
-        {"sparse_as_dense": "no"},
-        {"shard": hc.Shard("gradients", master_weights="yes")},  # type: ignore[arg-type]
+        *((options, ValueError, message) for options, message in WRONG_VALUES),
+        *((options, TypeError, f"^{next(iter(options))} must be") for options in OTHER_TYPES),
     ],
     ids=str,
 )
-def test_arguments_of_other_types(options: dict[str, Any]) -> None:
-    name = "master_weights" if "shard" in options else next(iter(options))
-    named = chain().named_parameters()
-    raises_everywhere(
-        TypeError,
-        f"^{name} must be",
-        lambda: hc.DistributedOptimizer(momentum(chain()), named_parameters=named, **options),
-    )
+def test_wrong_values_and_other_types(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    raises_everywhere(error, message, lambda: wrap(chain(), **options))
 
 
 def test_wrong_names_and_wrapping_twice() -> None:
@@ -409,68 +400,97 @@ def test_wrong_names_and_wrapping_twice() -> None:
         hc.DistributedOptimizer(momentum(model), named_parameters=names, model=trained)
 
     raises_everywhere(ValueError, "model has none of the parameters", lambda: wrap_with(names, chain()))
-
     missing = r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)"
     raises_everywhere(ValueError, missing, lambda: wrap_with(names[:2]))
     raises_everywhere(ValueError, "tuples", lambda: wrap_with([(*pair, 1) for pair in names]))
     raises_everywhere(ValueError, "already", lambda: hc.DistributedOptimizer(wrap(model)))
     if hc.rank() == 0:  # an error of one rank is raised on all
         names[1] = (names[0][0], names[1][1])
-    if hc.size() > 1 or hc.rank() == 0:
-        raises_everywhere(ValueError, "Found duplicates: 0.0.weight", lambda: wrap_with(names))
+    raises_everywhere(ValueError, "Found duplicates: 0.0.weight", lambda: wrap_with(names))
 
 
-def in_flight() -> tuple[nn.Sequential, Any]:
-    """A model and its optimizer after a backward pass, in which all buckets but the last have left."""
-    model = chain()
-    optimizer = with_momentum(model)
-    train(model, optimizer, range(2))
-    optimizer.zero_grad()
-    loss(model, 2).backward()
-    return model, optimizer
+def set_layer(model: nn.Sequential, layer: nn.Module) -> None:
+    model[1][0] = layer
+
+
+MODELS_APART: dict[str, Callable[[nn.Sequential], Any]] = {
+    "name": lambda model: model[1].append(model[1].pop(0)),
+    "shape": lambda model: set_layer(model, nn.Linear(WIDTH, WIDTH + 1)),
+    "dtype": lambda model: model[1].double(),
+    "count": lambda model: model.append(nn.Linear(1, 1)),
+    "requires_grad": lambda model: model[1].requires_grad_(False),
+}
 
 
 @several
-def test_a_gradient_changed_in_flight_is_an_error_everywhere() -> None:
+@pytest.mark.parametrize("what", MODELS_APART)
+def test_models_that_differ_between_ranks(what: str) -> None:
+    model = chain()
+    if hc.rank() == hc.size() - 1:
+        MODELS_APART[what](model)
+    named = "4.weight" if what == "count" else "1.0.weight"
+    raises_everywhere(ValueError, named, lambda: wrap(model))
+
+
+Model = nn.Sequential
+CHANGED_ALONE: dict[str, tuple[str, Callable[[Model, torch.Tensor], Any], str]] = {
+    "changed_in_flight": (
+        "after",
+        lambda model, memory: memory.mul_(0.5),
+        r"'3.0.weight' was changed in place between backward\(\) and synchronize\(\).*hc\.clip_grad_norm_",
+    ),
+    "dropped_in_flight": (
+        "after",
+        lambda model, memory: setattr(model[3][0].weight, "grad", None),
+        r"'3.0.weight' had its gradient dropped .* on rank 0 but not on rank 1; .*"
+        r"synchronize\(\) and then .*zero_grad\(\)",
+    ),
+    "converted": (
+        "before",
+        lambda model, memory: model.double(),
+        "dtype is torch.float64 on rank 0 and torch.float32 on rank 1",
+    ),
+    "transposed": (
+        "before",
+        lambda model, memory: transpose(model[3][0].weight),
+        "'3.0.weight'.* on rank",
+    ),
+}
+
+
+def transpose(weight: nn.Parameter) -> None:
+    weight.data = weight.detach().t().contiguous().t()
+
+
+@several
+@pytest.mark.parametrize("what", CHANGED_ALONE)
+def test_what_one_rank_does_to_a_gradient_is_an_error_everywhere(what: str) -> None:
+    """Before the backward pass, or after it, where all buckets but the last have left."""
+    when, act, message = CHANGED_ALONE[what]
     model = chain()
     optimizer = with_momentum(model)
     train(model, optimizer, range(2))
-    kept = model[3][0].weight.grad
+    memory = model[3][0].weight.grad  # which then is in flight
     optimizer.zero_grad(set_to_none=False)
+    if hc.rank() == 0 and when == "before":
+        act(model, memory)
     loss(model, 2).backward()
-    if hc.rank() == 0:  # the memory that is in flight
-        kept.mul_(0.5)
-    changed = (
-        r"'3.0.weight' was changed in place between backward\(\) and synchronize\(\).*hc\.clip_grad_norm_"
-    )
-    raises_everywhere(RuntimeError, changed, optimizer.step)
+    if hc.rank() == 0 and when == "after":
+        act(model, memory)
+    raises_everywhere((RuntimeError, ValueError), message, optimizer.step)
 
 
 @several
-def test_a_gradient_dropped_in_flight_is_dropped_or_an_error_everywhere() -> None:
-    model, optimizer = in_flight()
-    last = model[3][0]
-    last.bias.grad = None
-    optimizer.synchronize()
-    assert last.weight.grad is not None and last.bias.grad is None
-    model, optimizer = in_flight()
-    if hc.rank() == 0:
-        model[3][0].weight.grad = None
-    raises_everywhere(
-        RuntimeError,
-        r"'3.0.weight' had its gradient dropped .* on rank 0 but not on rank 1; .*synchronize\(\) and then .*zero_grad\(\)",
-        optimizer.step,
-    )
-
-
-@several
-def test_a_model_converted_on_one_rank_is_an_error_everywhere() -> None:
+@pytest.mark.parametrize("everywhere", [True, False], ids=["on every rank", "on one rank"])
+def test_a_parameter_put_in_place_of_another_is_an_error_everywhere(everywhere: bool) -> None:
+    """As by code that prunes or splits: nobody would reduce its gradient, and the weights of the ranks would differ."""
     model = chain()
     optimizer = with_momentum(model)
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(1))
+    if everywhere or hc.rank() == 0:
+        model[0][0].weight = nn.Parameter(model[0][0].weight.detach().clone())
+        optimizer.param_groups[0]["params"][0] = model[0][0].weight
     optimizer.zero_grad()
-    if hc.rank() == 0:
-        model.double()
-    loss(model, 2).backward()
-    different = "dtype is torch.float64 on rank 0 and torch.float32 on rank 1"
-    raises_everywhere(ValueError, different, optimizer.step)
+    loss(model, 1).backward()
+    message = r"'params'\]\[0\].*make the DistributedOptimizer again"
+    raises_everywhere(RuntimeError, message, optimizer.step)
