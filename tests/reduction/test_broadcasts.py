@@ -1,4 +1,4 @@
-"""Tests of broadcasts of objects, weights and optimizers: they repair what one rank has changed, or all ranks raise one sentence."""
+"""Tests of broadcasts of objects, weights and optimizers: they repair what a rank has changed, or all ranks raise one sentence."""
 
 from __future__ import annotations
 
