@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from controllers import NOT_FORKED, probe, start_ranks
+from controllers import NOT_FORKED, SCRIPTS, probe, run_ranks, start_ranks
 
 pytestmark = pytest.mark.launch
 
-SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stalled.py"
+SCRIPT = SCRIPTS / "stalled.py"
 STOPPED = r"rank 1 \(process \d+ on host .+\) is stopped by a signal: look at its output"
 STUCK = r"all ranks are on this host, so a rank is stuck in other work or has gone: look at the other ranks' output"
 SECONDS = 400.0
@@ -125,3 +125,25 @@ def test_the_start_of_an_elastic_job_ends_as_well() -> None:
         r"waited [3-9]\d* s for Horovod to start on all ranks at <string>:1; not all ranks have come",
         ended.stderr,
     )
+
+
+# ---------------------------------------------------------------------------------------------------- a Horovod that was built here
+
+HOUR = "3600000"  # in milliseconds
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_collective_does_not_wait_for_the_end_of_a_cycle(ranks: int) -> None:
+    status, output = run_ranks(ranks, SCRIPTS / "waits.py", "cycle", HOROVOD_CYCLE_TIME=HOUR)
+    assert status == 0 and output.count("has all") == ranks, output
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+def test_a_rank_that_waits_looks_rarely(kind: str, controller: str) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        pytest.skip("MPI does not work here")
+    status, output = run_ranks(2, SCRIPTS / "waits.py", kind, controller=controller)
+    found = re.search(r"sleeps: (\d+)", output)
+    # 11 where the sleep ends with the operation, 375 where each look is followed by a pause.
+    assert status == 0 and found is not None and int(found[1]) < 60, output
