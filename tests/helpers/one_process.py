@@ -66,6 +66,13 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
+def trained(model: nn.Module, bare: Any = None, steps: int = 2, **options: Any) -> tuple[Any, Any]:
+    """The model and its distributed optimizer after some steps."""
+    optimizer = wrap(model, bare, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
 def train_for_all(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, op: Any = hc.Average
 ) -> None:

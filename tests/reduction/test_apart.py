@@ -1,4 +1,4 @@
-"""Tests of ranks that give other options, other groups or other numbers of steps: they agree, or all raise one sentence."""
+"""Tests of ranks that are apart, in options, groups, numbers of steps or recomputed values: they agree, or all raise one sentence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from one_process import (
     sgd,
     train,
     train_for_all,
+    trained,
     wrap,
 )
 from sharded import distribute
@@ -165,8 +167,7 @@ def test_join_with_sparse_gradients_is_one_sentence_on_all_ranks() -> None:
 
 
 def test_join_before_other_collective_calls_is_one_sentence_on_all_ranks() -> None:
-    model = chain()
-    train(model, wrap(model), range(2))
+    model, _ = trained(chain())
     for call in (
         lambda: hc.broadcast_parameters(model.state_dict(), 0),
         lambda: hc.broadcast_object(1, 0),
@@ -179,8 +180,7 @@ def test_join_before_other_collective_calls_is_one_sentence_on_all_ranks() -> No
 def test_join_with_synchronized_batch_norm_counts_the_ranks_that_are_there() -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), hc.SyncBatchNorm(WIDTH))
-    optimizer = wrap(model)
-    train(model, optimizer, range(2 + hc.rank()))
+    model, optimizer = trained(model, steps=2 + hc.rank())
     last = hc.join()
     if hc.rank() == last:  # whose last batch was its own alone
         assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
@@ -214,9 +214,7 @@ def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_join_with_gradients_that_are_not_reduced(ranks: tuple[int, ...], steps: int, slow: int) -> None:
     """The others would add their later gradients to sums that have this rank's, or those of this rank would be lost."""
-    model = chain()
-    optimizer = wrap(model)
-    train(model, optimizer, range(steps))
+    model, optimizer = trained(chain(), steps=steps)
     optimizer.zero_grad()
     if hc.rank() == slow:
         time.sleep(0.3)  # the other rank's buckets are in flight when it joins
@@ -262,3 +260,89 @@ def test_a_torch_sync_batch_norm_left_over_is_named() -> None:
     train(model, optimizer, range(2))
     means = hc.allgather_object(model[1].running_mean.tolist())
     assert all(mean == means[0] for mean in means)
+
+
+# ---------------------------------------------------------------------------------------------------- recomputation
+
+WAYS: dict[str, dict[str, Any]] = {
+    "buckets": {},
+    "passes": {"backward_passes_per_step": 2},
+    "replicas": {"replicas": 4},
+    "stage 1": {"shard": "optimizer"},
+    "stage 2": {"shard": "gradients"},
+    "stage 3": {"shard": "parameters"},
+}
+
+
+class Forgetful(nn.Module):
+    """Counts its passes, recomputations too, and scales by the count on some ranks."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.broken = broken
+        self.count = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        out: torch.Tensor = self.linear(x) * (self.count if self.broken else 1)
+        return out.sin()
+
+
+def recomputed(model: nn.Sequential, **options: Any) -> torch.Tensor:
+    return hc.checkpoint(model[1], model[0](torch.randn(3, 4)), **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_that_is_wrong_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> None:
+    """With the name of the module, and training may go on."""
+    if way == "replicas" and hc.size() not in (2, 4):
+        pytest.skip("replicas are a power of two")
+    torch.manual_seed(0)
+    last = hc.size() - 1
+    model = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == last), nn.Linear(4, 1))
+    optimizer = wrap(model, **WAYS[way])
+
+    def backward() -> None:
+        passes = WAYS[way].get("backward_passes_per_step", 1)
+        for context in optimizer.local_replicas() if way == "replicas" else [nullcontext()] * passes:
+            with context:
+                model[2](recomputed(model, use_reentrant=reentrant)).sum().backward()
+
+    backward()
+    with pytest.raises(hc.RecomputationMismatch, match=f"rank {last}: .*Forgetful"):
+        optimizer.step()
+    model[1].broken = False
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+
+def test_a_wrong_recomputation_in_a_pass_of_two_optimizers_is_raised_by_both() -> None:
+    """Whichever steps first must not take the step."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0)), nn.Linear(4, 1)
+    optimizers = [wrap(generator), wrap(discriminator)]
+    for step in range(3):
+        for optimizer in optimizers if step else ():
+            optimizer.zero_grad()
+        discriminator(recomputed(generator)).sum().backward()
+        mismatch = pytest.raises(hc.RecomputationMismatch, match="rank 0: .*Forgetful")
+        for optimizer in optimizers:
+            with nullcontext() if step else mismatch:
+                optimizer.step()
+        generator[1].broken = False
+
+
+def test_a_wrong_recomputation_without_a_distributed_optimizer_is_raised_at_once() -> None:
+    """Another optimizer has begun a step, and may never end it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = wrap(model)
+    model(torch.randn(3, 4)).sum().backward()
+    plain = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0))
+    with pytest.raises(hc.RecomputationMismatch) if hc.rank() == 0 else nullcontext():
+        recomputed(plain).sum().backward()
+    optimizer.step()

@@ -20,6 +20,7 @@ from one_process import (
     same_everywhere,
     train,
     train_for_all,
+    trained,
     wrap,
 )
 from torch import nn
@@ -34,6 +35,11 @@ several = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 def adam(model: nn.Module) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def trained_with_adam(steps: int, **options: Any) -> tuple[Any, Any]:
+    model = chain()
+    return trained(model, adam(model), steps, **options)
 
 
 # ---------------------------------------------------------------------------------------------------- objects
@@ -122,15 +128,9 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
     assert all("step" not in state or float(state["step"]) == 0 for state in optimizer.state.values())
     if hc.rank() == 0:  # only the root has a state
         twin = nn.Linear(WIDTH, WIDTH)
+        loss(twin, 0).backward()
         alone = getattr(torch.optim, kind)(twin.parameters(), lr=0.01)
-
-        def closure() -> torch.Tensor:
-            alone.zero_grad()
-            value = loss(twin, 0)
-            value.backward()
-            return value
-
-        alone.step(closure)
+        alone.step(lambda: loss(twin, 0))
         optimizer.load_state_dict(alone.state_dict())
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     states = hc.allgather_object(optimizer.state_dict())
@@ -166,9 +166,7 @@ def test_broadcast_parameters_of_every_dtype_and_shape() -> None:
 
 
 def test_elastic_state_around_the_optimizer() -> None:
-    torch.manual_seed(hc.rank())
-    model = chain()
-    optimizer = wrap(model, adam(model))
+    model, optimizer = trained_with_adam(0)
     state = hc.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
     before = fingerprint(model)
     state.sync()
@@ -198,10 +196,9 @@ def test_elastic_state_around_the_optimizer() -> None:
 @pytest.mark.parametrize("call", ["broadcast_optimizer_state", "broadcast_parameters"])
 def test_an_optimizer_in_use_that_a_rank_has_changed_by_itself(changes: list[str], call: str) -> None:
     """Or, without changes, that has loaded what ``broadcast_object`` has sent, and the root twice."""
-    model, reference, unused = chain(), chain(), chain()
-    optimizer, plain = wrap(model, adam(model)), adam(reference)
-    other = wrap(unused, adam(unused))  # which nothing happens to
-    train(model, optimizer, range(3))
+    reference, unused = chain(), chain()
+    plain, other = adam(reference), wrap(unused, adam(unused))  # which nothing happens to
+    model, optimizer = trained_with_adam(3)
     train_for_all(reference, plain, range(3))
     state, learned = copy.deepcopy((optimizer.state_dict(), optimizer.reduction_state_dict()))
     perform: dict[str, Callable[[], Any]] = {
@@ -222,35 +219,19 @@ def test_an_optimizer_in_use_that_a_rank_has_changed_by_itself(changes: list[str
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
     else:
         hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    orders = hc.allgather_object(optimizer.reduction_state_dict()["order"])
+    assert orders == [learned["order"]] * hc.size()
     train(model, optimizer, range(3, 6))
     train_for_all(reference, plain, range(3, 6))
     check_weights(model, reference)
-    assert other.reduction_stats.steps == 0
-
-
-@several
-def test_order_that_one_rank_has_learned_becomes_everybodys() -> None:
-    """The reducer's state comes from the root, and gradients leave early on all ranks but those without counts."""
-    model = chain()
-    optimizer = wrap(model, adam(model))
-    train(model, optimizer, range(2))
-    saved = optimizer.reduction_state_dict()
-    again = wrap(model, adam(model))
-    if hc.rank() == 0:
-        again.load_reduction_state_dict(saved)
-    hc.broadcast_optimizer_state(again, root_rank=0)
-    assert again.reduction_state_dict()["order"] == saved["order"]
-    train(model, again, range(2))
-    same_everywhere(model)
-    assert again.reduction_stats.last.control_messages == 0
+    assert optimizer.reduction_stats.last.control_messages == other.reduction_stats.steps == 0
 
 
 @several
 def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has it any more, and Python collects it when it likes: on rank 0 as soon as ranks have told what they have."""
-    model, forgotten = chain(), chain()
-    optimizer, cycle = wrap(model, adam(model)), [wrap(forgotten, adam(forgotten))]
-    train(forgotten, cycle[0], range(2))
+    model, optimizer = trained_with_adam(0)
+    cycle: list[Any] = [trained_with_adam(2)[1]]
     if hc.rank() == 0:
         cycle[0].reset_reduction()
     gathering, gather = [], mpi_ops.allgather
@@ -264,7 +245,7 @@ def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest
     gc.disable()
     try:
         cycle.append(cycle)
-        del forgotten, cycle
+        del cycle
         monkeypatch.setattr(mpi_ops, "allgather", gather_and_collect)
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
     finally:
@@ -280,10 +261,10 @@ def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest
 @several
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_a_sharded_state_that_one_rank_loads_is_refused_on_all(shard: int) -> None:
-    model, unsharded = chain(), chain()
+    unsharded = chain()
     plain = adam(unsharded)
     train_for_all(unsharded, plain, range(2))
-    optimizer = wrap(model, adam(model), shard=shard)
+    model, optimizer = trained_with_adam(0, shard=shard)
 
     def resume() -> None:
         if hc.rank() == 0:

@@ -21,6 +21,7 @@ from one_process import (
     same_everywhere,
     train,
     train_for_all,
+    trained,
     wrap,
 )
 from torch import nn
@@ -32,12 +33,8 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 
-def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
-def with_momentum(model: nn.Module, **options: Any) -> Any:
-    return wrap(model, momentum(model), **options)
+def momentum(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 # ---------------------------------------------------------------------------------------------------- steps
@@ -124,9 +121,7 @@ WRONG_ORDERS: list[tuple[int, str, type[Exception], str]] = [
 @pytest.mark.parametrize(("before", "calls", "error", "message"), WRONG_ORDERS)
 def test_calls_in_a_wrong_order(before: int, calls: str, error: type[Exception], message: str) -> None:
     """After some steps; with the scaler of this library or torch's."""
-    model = chain()
-    optimizer = wrap(model)
-    train(model, optimizer, range(before))
+    model, optimizer = trained(chain(), steps=before)
     *words, last = calls.removeprefix("torch's ").split()
     kind = torch.amp.GradScaler if calls.startswith("torch's") else hc.GradScaler
     scaler: Any = kind("cpu", init_scale=8.0)
@@ -180,7 +175,7 @@ def test_adasum() -> None:
     theirs = stock.DistributedOptimizer(
         momentum(other), named_parameters=other.named_parameters(), op=stock.Adasum
     )
-    train(model, with_momentum(model, op=hc.Adasum), range(4))
+    train(model, wrap(model, momentum(model), op=hc.Adasum), range(4))
     train(other, theirs, range(4))
     same_everywhere(model)
     assert difference(model, other) < 1e-6
@@ -253,9 +248,7 @@ def test_state_moves_between_stock_and_this_library() -> None:
 
 @several
 def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
-    model = chain()
-    optimizer = wrap(model)
-    train(model, optimizer, range(3))
+    model, optimizer = trained(chain(), steps=3)
     state = optimizer.reduction_state_dict()
     resumed = wrap(model, bucket_cap_mb=25.0)
     resumed.load_reduction_state_dict(state)
@@ -351,29 +344,21 @@ def test_models_that_differ_between_ranks(what: str) -> None:
     raises_everywhere(ValueError, named, lambda: wrap(model))
 
 
-Model = nn.Sequential
-CHANGED_ALONE: dict[str, tuple[str, Callable[[Model, torch.Tensor], Any], str]] = {
+CHANGED_ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "changed_in_flight": (
-        "after",
         lambda model, memory: memory.mul_(0.5),
         r"'3.0.weight' was changed in place between backward\(\) and synchronize\(\).*hc\.clip_grad_norm_",
     ),
     "dropped_in_flight": (
-        "after",
         lambda model, memory: setattr(model[3][0].weight, "grad", None),
         r"'3.0.weight' had its gradient dropped .* on rank 0 but not on rank 1; .*"
         r"synchronize\(\) and then .*zero_grad\(\)",
     ),
     "converted": (
-        "before",
         lambda model, memory: model.double(),
         "dtype is torch.float64 on rank 0 and torch.float32 on rank 1",
     ),
-    "transposed": (
-        "before",
-        lambda model, memory: transpose(model[3][0].weight),
-        "'3.0.weight'.* on rank",
-    ),
+    "transposed": (lambda model, memory: transpose(model[3][0].weight), "'3.0.weight'.* on rank"),
 }
 
 
@@ -385,16 +370,14 @@ def transpose(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize("what", CHANGED_ALONE)
 def test_what_one_rank_does_to_a_gradient_is_an_error_everywhere(what: str) -> None:
     """Before the backward pass, or after it, where all buckets but the last have left."""
-    when, act, message = CHANGED_ALONE[what]
-    model = chain()
-    optimizer = with_momentum(model)
-    train(model, optimizer, range(2))
+    act, message = CHANGED_ALONE[what]
+    model, optimizer = trained(chain())
     memory = model[3][0].weight.grad  # which then is in flight
     optimizer.zero_grad(set_to_none=False)
-    if hc.rank() == 0 and when == "before":
+    if hc.rank() == 0 and not what.endswith("in_flight"):
         act(model, memory)
     loss(model, 2).backward()
-    if hc.rank() == 0 and when == "after":
+    if hc.rank() == 0 and what.endswith("in_flight"):
         act(model, memory)
     raises_everywhere((RuntimeError, ValueError), message, optimizer.step)
 
@@ -403,9 +386,7 @@ def test_what_one_rank_does_to_a_gradient_is_an_error_everywhere(what: str) -> N
 @pytest.mark.parametrize("everywhere", [True, False], ids=["on every rank", "on one rank"])
 def test_a_parameter_put_in_place_of_another_is_an_error_everywhere(everywhere: bool) -> None:
     """As by code that prunes or splits: nobody would reduce its gradient, and the weights of the ranks would differ."""
-    model = chain()
-    optimizer = with_momentum(model)
-    train(model, optimizer, range(1))
+    model, optimizer = trained(chain())
     if everywhere or hc.rank() == 0:
         model[0][0].weight = nn.Parameter(model[0][0].weight.detach().clone())
         optimizer.param_groups[0]["params"][0] = model[0][0].weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from one_process import chain, check_weights, loss, same_everywhere, sgd, train, train_for_all, wrap
+from one_process import chain, check_weights, loss, same_everywhere, sgd, train, train_for_all, trained, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -30,9 +30,7 @@ def test_a_gradient_that_is_asked_for_in_mid_backward() -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_buckets_leave_in_the_backward_pass(stage: int) -> None:
     """All but the last, which has the flags; shards have these in a message of their own."""
-    model = chain()
-    optimizer = wrap(model, shard=stage)
-    train(model, optimizer, range(3))
+    _, optimizer = trained(chain(), steps=3, shard=stage)
     last = optimizer.reduction_stats.last
     assert last.launches_in_backward == len(last.launch_order) - (stage == 0) > 2
     assert len(set(last.launch_order)) == len(last.launch_order)
@@ -44,8 +42,7 @@ def test_groups_as_lists_of_parameters() -> None:
     for pick in (slice(0, 4), slice(3, 7)):
         model = chain()
         parameters = list(model.parameters())
-        optimizer = wrap(model, groups=[parameters[pick]], bucket_cap_mb=25.0)
-        train(model, optimizer, range(3))
+        _, optimizer = trained(model, steps=3, groups=[parameters[pick]], bucket_cap_mb=25.0)
         apart = len(parameters) - len(parameters[pick])
         assert len(optimizer.reduction_stats.last.launch_order) == 1 + apart
 

@@ -18,6 +18,7 @@ from one_process import (
     sgd,
     train,
     train_for_all,
+    trained,
     wrap,
 )
 from torch import nn
@@ -47,9 +48,8 @@ def refuses(optimizer: Any, name: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_replaced_optimizer_costs_no_overlap_and_is_not_clipped(stage: int) -> None:
-    model, reference = chain(3), chain(3)
-    replaced = wrap(model, shard=stage)
-    train(model, replaced, range(4))
+    reference = chain(3)
+    model, replaced = trained(chain(3), steps=4, shard=stage)
     launches = replaced.reduction_stats.launches_in_backward
     assert launches > 0
     kept = [replaced] if hc.rank() != 1 else []  # Python has not collected it on all ranks
@@ -76,9 +76,8 @@ def test_a_replaced_optimizer_costs_no_overlap_and_is_not_clipped(stage: int) ->
 @pytest.mark.parametrize("stages", [(0, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 2), (0, 3)])
 def test_an_earlier_optimizer_of_the_parameters_raises(stages: tuple[int, int], op: Any) -> None:
     """At any moment, and the last one goes on as if it were alone."""
-    model, reference = chain(3), chain(3)
-    older = wrap(model, shard=stages[0], op=op)
-    train(model, older, range(1))
+    reference = chain(3)
+    model, older = trained(chain(3), shard=stages[0], op=op)
     newer = wrap(model, shard=stages[1], op=op)
     with newer.gathered_parameters():
         reference.load_state_dict(model.state_dict())
@@ -94,9 +93,7 @@ def test_an_earlier_optimizer_of_the_parameters_raises(stages: tuple[int, int], 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_sum_that_an_earlier_optimizer_has_left_is_not_added_up_again(stage: int) -> None:
-    model = chain(3)
-    older = wrap(model, shard=stage, op=hc.Sum)
-    train(model, older, range(1))
+    model, older = trained(chain(3), shard=stage, op=hc.Sum)
     newer = wrap(model, shard=stage, op=hc.Sum)
     with pytest.raises(RuntimeError, match="is a sum over the ranks already"):
         newer.step()
@@ -120,11 +117,8 @@ def test_an_optimizer_that_has_lost_one_parameter_raises(stage: int) -> None:
 
 def test_an_optimizer_that_has_died_keeps_its_parameters() -> None:
     """On some ranks, since Python collects it when it likes: the ranks could not agree on another owner."""
-    model = chain(3)
-    older = wrap(model)
-    train(model, older, range(2))
-    newer = wrap(model)
-    train(model, newer, range(2))
+    model, older = trained(chain(3))
+    _, newer = trained(model)
     cycle = [newer] if hc.rank() else []
     cycle.append(cycle)
     del newer, cycle
@@ -137,9 +131,7 @@ def test_an_optimizer_that_has_died_keeps_its_parameters() -> None:
 
 
 def test_gradients_of_an_older_optimizer_are_dropped() -> None:
-    model = chain(3)
-    older = wrap(model)
-    train(model, older, range(2))
+    model, older = trained(chain(3))
     older.zero_grad()
     loss(model, 2).backward()
     newer = wrap(model)

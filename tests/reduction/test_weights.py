@@ -1,4 +1,7 @@
-"""Tests of drifting weights: the control flags of a later step tell every rank the parameter and the last equal step."""
+"""Tests of the verification of weights: of all by ``hc.verify``, and of a part of them by the control flags of each step.
+
+Different weights are found bit for bit, and the error names the first parameter and the ranks, in steps also the last equal one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import chain, loss, raises_everywhere, sgd, train, wrap
+from one_process import chain, loss, raises_everywhere, sgd, train, trained, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -26,13 +29,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(weights, "PARTS", 1 << 20)
     yield
     hc.verify(weights=True)
-
-
-def trained(model: nn.Module, bare: Any = None, steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    """The model and its optimizer after some steps."""
-    optimizer = wrap(model, bare, **options)
-    train(model, optimizer, range(steps))
-    return model, optimizer
 
 
 def is_last() -> bool:
@@ -76,10 +72,104 @@ def finds_nothing(model: nn.Module, optimizer: Any) -> bool:
     return not found(model, optimizer, 2 * parts_of(model))
 
 
-def names_the_last_rank(message: str, name: str) -> bool:
+def names_the_last_rank(message: str, name: str, number: int | str = r"\d+") -> bool:
+    """Whether an error is of this parameter and so many parameters, on the last rank alone."""
     among = "rank 0" if hc.size() == 2 else f"ranks 0-{hc.size() - 2}"
-    said = rf"parameter '{name}' differs in step .*rank {hc.size() - 1} \(host .*other values than {among}"
+    said = rf"'{name}' differs.*rank {hc.size() - 1} \(host .* has other values than {among} \({number} param"
     return re.search(said, message) is not None
+
+
+# ---------------------------------------------------------------------------------------------------- hc.verify
+
+
+def every_kind() -> nn.Module:
+    """All kinds of parameters: frozen, tied, bfloat16, complex, without a dimension or an element, strided; and a buffer."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
+    model[3].weight = model[2].weight
+    model[0].bias.requires_grad_(False)
+    for name, value in {
+        "halves": torch.randn(7).bfloat16(),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "strided": torch.randn(6, 4).t()[::2],
+    }.items():
+        model.register_parameter(name, nn.Parameter(value))
+    return model
+
+
+def error_of(model: nn.Module) -> str:
+    return raises_everywhere(hc.WeightsDiffer, "", lambda: hc.verify(model))
+
+
+@pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+def test_equal_weights_pass_whatever_the_buffers_and_the_strides_are() -> None:
+    model = every_kind()
+    model[1].running_mean.fill_(hc.rank())
+    if hc.rank() == 0:
+        model.strided.data = model.strided.data.contiguous()
+    hc.verify(model)
+    hc.verify(nn.ReLU())
+    nn.init.constant_(model.scalar, float("nan"))
+    hc.verify(model)
+
+
+@pytest.mark.parametrize(("name", "number"), [("0.bias", 2), ("2.weight", 1), ("halves", 1), ("strided", 1)])
+def test_the_first_parameter_that_differs_is_named_with_the_ranks(name: str, number: int) -> None:
+    model = every_kind()
+    if is_last():
+        with torch.no_grad():
+            model.get_parameter(name).mul_(2)
+            model[3].bias.add_(number - 1)
+    assert names_the_last_rank(error_of(model), name, number)
+
+
+@pytest.mark.parametrize(
+    "bits", [(0, -(2**31)), (0x7FC00000, 0x7FC00001)], ids=["signed zero", "nan payload"]
+)
+def test_values_are_compared_by_their_bits(bits: tuple[int, int]) -> None:
+    model = nn.Linear(1, 1)
+    model.weight.data = torch.tensor([[bits[hc.rank() > 0]]], dtype=torch.int32).view(torch.float32)
+    assert "parameter 'weight' differs" in error_of(model)
+
+
+@pytest.mark.parametrize(
+    ("build_other", "expected"),
+    [
+        (lambda: nn.Linear(3, 4), r"shape of parameter 'weight'.*\(2, 3\).*\(4, 3\)"),
+        (lambda: nn.Linear(3, 2).double(), "dtype of parameter 'weight'.*float32.*float64"),
+        (lambda: nn.ParameterDict({"other": torch.ones(2, 3)}), "name of parameter 'weight'.*other"),
+        (lambda: nn.Linear(3, 2, bias=False), r"numbers of parameters: 2 on rank 0 \(host .*1 on rank"),
+    ],
+    ids=["shape", "dtype", "name", "number"],
+)
+def test_models_that_differ_are_found(build_other: Callable[[], nn.Module], expected: str) -> None:
+    model = build_other() if is_last() else nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert re.search(expected, error_of(model))
+
+
+@pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+def test_what_cannot_be_compared_is_an_error_on_every_rank() -> None:
+    model = nn.LazyLinear(2) if hc.rank() == 0 else nn.Linear(1, 2)
+    with pytest.raises(ValueError, match=r"rank 0 \(host .*\): the weights of 'weight' cannot be compared"):
+        hc.verify(model)
+
+
+def test_a_process_set_compares_its_own_ranks() -> None:
+    members = hc.add_process_set([0])
+    model = nn.Linear(2, 2)
+    if hc.rank() == 0:
+        model.weight.data.add_(1)
+        hc.verify(model, process_set=members)
+    else:
+        with pytest.raises(ValueError, match=f"rank {hc.rank()} is not in "):
+            hc.verify(model, process_set=members)
+    hc.remove_process_set(members)
+
+
+# ---------------------------------------------------------------------------------------------------- in steps
 
 
 class Kinds(nn.Module):
@@ -130,7 +220,7 @@ def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(
     assert finds_nothing(model, optimizer)
     change(model.get_parameter(name))
     message = found(model, optimizer)
-    assert names_the_last_rank(message, name) and "(1 parameters" in message, message
+    assert names_the_last_rank(message, name, 1), message
     now, before = map(int, re.findall(r"in step (\d+)", message))
     assert before <= 3 + 2 * parts_of(model) < now <= before + parts_of(model)
 
