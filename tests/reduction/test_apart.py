@@ -1,4 +1,4 @@
-"""Tests of ranks that are apart, in options, groups, numbers of steps or recomputed values: they agree, or all raise one sentence."""
+"""Tests of ranks that are apart, in options, groups, numbers of steps or values: they agree, or all raise one sentence."""
 
 from __future__ import annotations
 

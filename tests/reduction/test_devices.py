@@ -22,25 +22,20 @@ def test_a_horovod_without_operations_on_gpus_refuses_them(monkeypatch: pytest.M
     """Horovod itself would wait forever."""
     monkeypatch.setattr(devices.hvd, "cuda_built", lambda: False)
     monkeypatch.setattr(devices.hvd, "rocm_built", lambda: False)
-    named = [("weight", OnGpu(torch.zeros(2)))]
-
-    def sgd() -> torch.optim.Optimizer:
-        return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-
+    weight = OnGpu(torch.zeros(2))
+    named, sgd = [("weight", weight)], torch.optim.SGD([weight], lr=0.1)
     calls: dict[str, Callable[[], object]] = {
-        "weight": lambda: hc.DistributedOptimizer(sgd(), named),
-        "'weight'": lambda: hc.LocalSGD(sgd(), named),
+        "weight": lambda: hc.DistributedOptimizer(sgd, named),
+        "'weight'": lambda: hc.LocalSGD(sgd, named),
         "weight'": lambda: hc.broadcast_parameters(named, root_rank=0),
-        "group 0": lambda: hc.broadcast_optimizer_state(sgd(), root_rank=0),
+        "group 0": lambda: hc.broadcast_optimizer_state(sgd, root_rank=0),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=rf"{name}.*cuda:1.*build-horovod"):
             call()
 
 
-def test_parameters_on_another_gpu_than_the_current_one_are_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parameters_on_another_gpu_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.warns(UserWarning, match=r"cuda:1.*cuda:0"):

@@ -101,55 +101,6 @@ def test_step_after_synchronize_warns_and_reduces_no_second_time() -> None:
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-WRONG_ORDERS: list[tuple[int, str, type[Exception], str]] = [
-    (0, "backward zero_grad", AssertionError, "zero_grad.. was called after"),
-    (2, "backward zero_grad", AssertionError, "zero_grad.. was called after"),
-    (0, "backward step_alone", RuntimeError, "not reduced"),
-    (2, "backward step_alone", RuntimeError, "not reduced"),
-    (0, "backward synchronize backward step_alone", RuntimeError, "not reduced"),
-    (2, "backward synchronize backward step_alone", RuntimeError, "not reduced"),
-    (0, "backward unscale backward scaler.step", RuntimeError, "not reduced"),
-    (2, "backward unscale backward scaler.step", RuntimeError, "not reduced"),
-    (0, "backward unscale unscale", RuntimeError, "already been called"),
-    (0, "torch's backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
-    (0, "torch's backward unscale scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
-    (0, "torch's backward synchronize clear backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
-]
-
-
-@several
-@pytest.mark.parametrize(("before", "calls", "error", "message"), WRONG_ORDERS)
-def test_calls_in_a_wrong_order(before: int, calls: str, error: type[Exception], message: str) -> None:
-    """After some steps; with the scaler of this library or torch's."""
-    model, optimizer = trained(chain(), steps=before)
-    *words, last = calls.removeprefix("torch's ").split()
-    kind = torch.amp.GradScaler if calls.startswith("torch's") else hc.GradScaler
-    scaler: Any = kind("cpu", init_scale=8.0)
-
-    def step_alone() -> None:
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    perform: dict[str, Callable[[], Any]] = {
-        "backward": lambda: scaler.scale(loss(model, 0)).backward(),
-        "clear": model.zero_grad,
-        "zero_grad": optimizer.zero_grad,
-        "synchronize": optimizer.synchronize,
-        "step_alone": step_alone,
-        "unscale": lambda: scaler.unscale_(optimizer),
-        "scaler.step": lambda: scaler.step(optimizer),
-    }
-    optimizer.zero_grad()
-    for word in words:
-        perform[word]()
-    with pytest.raises(error, match=message):
-        perform[last]()
-    optimizer.synchronize()
-    step_alone()
-    train(model, optimizer, range(2))
-    same_everywhere(model)
-
-
 @several
 def test_process_sets() -> None:
     evens, odds = (hc.add_process_set(list(range(first, hc.size(), 2))) for first in (0, 1))
@@ -344,53 +295,81 @@ def test_models_that_differ_between_ranks(what: str) -> None:
     raises_everywhere(ValueError, named, lambda: wrap(model))
 
 
-CHANGED_ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
-    "changed_in_flight": (
-        lambda model, memory: memory.mul_(0.5),
-        r"'3.0.weight' was changed in place between backward\(\) and synchronize\(\).*hc\.clip_grad_norm_",
-    ),
-    "dropped_in_flight": (
-        lambda model, memory: setattr(model[3][0].weight, "grad", None),
-        r"'3.0.weight' had its gradient dropped .* on rank 0 but not on rank 1; .*"
-        r"synchronize\(\) and then .*zero_grad\(\)",
-    ),
-    "converted": (
-        lambda model, memory: model.double(),
-        "dtype is torch.float64 on rank 0 and torch.float32 on rank 1",
-    ),
-    "transposed": (lambda model, memory: transpose(model[3][0].weight), "'3.0.weight'.* on rank"),
-}
-
-
-def transpose(weight: nn.Parameter) -> None:
-    weight.data = weight.detach().t().contiguous().t()
-
-
-@several
-@pytest.mark.parametrize("what", CHANGED_ALONE)
-def test_what_one_rank_does_to_a_gradient_is_an_error_everywhere(what: str) -> None:
-    """Before the backward pass, or after it, where all buckets but the last have left."""
-    act, message = CHANGED_ALONE[what]
-    model, optimizer = trained(chain())
-    memory = model[3][0].weight.grad  # which then is in flight
-    optimizer.zero_grad(set_to_none=False)
-    if hc.rank() == 0 and not what.endswith("in_flight"):
-        act(model, memory)
-    loss(model, 2).backward()
-    if hc.rank() == 0 and what.endswith("in_flight"):
-        act(model, memory)
-    raises_everywhere((RuntimeError, ValueError), message, optimizer.step)
+UNREDUCED, UNCLEARED = "would use gradients that are not reduced", r"zero_grad\(\) was called after"
+REPLACED = r"'params'\]\[0\].*make the DistributedOptimizer again"
+WRONG_STEPS: list[tuple[int, str, type[Exception], str]] = [
+    # Calls in a wrong order, with the scaler of this library or torch's.
+    (0, "backward zero_grad", AssertionError, UNCLEARED),
+    (2, "backward zero_grad", AssertionError, UNCLEARED),
+    (0, "backward step_alone", RuntimeError, UNREDUCED),
+    (2, "backward step_alone", RuntimeError, UNREDUCED),
+    (0, "backward synchronize backward step_alone", RuntimeError, UNREDUCED),
+    (2, "backward synchronize backward step_alone", RuntimeError, UNREDUCED),
+    (0, "backward unscale backward scaler.step", RuntimeError, UNREDUCED),
+    (2, "backward unscale backward scaler.step", RuntimeError, UNREDUCED),
+    (0, "backward unscale unscale", RuntimeError, "already been called"),
+    (0, "torch's backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+    (0, "torch's backward unscale scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+    (0, "torch's backward synchronize clear backward scaler.step", RuntimeError, "use hvd_ckpt.GradScaler"),
+    # What rank 0 alone does to a gradient in flight, or to the model.
+    (2, "backward halve@0 step", RuntimeError, r"'3.0.weight' was changed in place.*hc\.clip_grad_norm_"),
+    (2, "backward drop@0 step", RuntimeError, r"'3.0.weight' had its gradient dropped .* on rank 0 but not on "
+     r"rank 1; .*synchronize\(\) and then .*zero_grad\(\)"),
+    (2, "convert@0 backward step", ValueError, "torch.float64 on rank 0 and torch.float32 on rank 1"),
+    (2, "transpose@0 backward step", RuntimeError, "'3.0.weight'.* on rank"),
+    # A parameter in place of another, as by code that prunes or splits: nobody would reduce its gradient.
+    (2, "replace@0 backward step", RuntimeError, REPLACED),
+    (2, "replace backward step", RuntimeError, REPLACED),
+]  # fmt: skip
 
 
 @several
-@pytest.mark.parametrize("everywhere", [True, False], ids=["on every rank", "on one rank"])
-def test_a_parameter_put_in_place_of_another_is_an_error_everywhere(everywhere: bool) -> None:
-    """As by code that prunes or splits: nobody would reduce its gradient, and the weights of the ranks would differ."""
-    model, optimizer = trained(chain())
-    if everywhere or hc.rank() == 0:
+@pytest.mark.parametrize(("before", "calls", "error", "message"), WRONG_STEPS)
+def test_what_is_wrong_in_a_step_is_an_error_everywhere(
+    before: int, calls: str, error: type[Exception], message: str
+) -> None:
+    """After some steps; in the last one the buckets but one leave in the backward pass."""
+    model, optimizer = trained(chain(), steps=before)
+    kind = torch.amp.GradScaler if calls.startswith("torch's") else hc.GradScaler
+    scaler: Any = kind("cpu", init_scale=8.0)
+    weight = model[3][0].weight
+    memory = weight.grad  # is in flight after the backward pass
+
+    def step_alone() -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def transpose() -> None:
+        weight.data = weight.detach().t().contiguous().t()
+
+    def replace() -> None:
         model[0][0].weight = nn.Parameter(model[0][0].weight.detach().clone())
         optimizer.param_groups[0]["params"][0] = model[0][0].weight
-    optimizer.zero_grad()
-    loss(model, 1).backward()
-    message = r"'params'\]\[0\].*make the DistributedOptimizer again"
-    raises_everywhere(RuntimeError, message, optimizer.step)
+
+    perform: dict[str, Callable[[], Any]] = {
+        "backward": lambda: scaler.scale(loss(model, 0)).backward(),
+        "clear": model.zero_grad,
+        "zero_grad": optimizer.zero_grad,
+        "synchronize": optimizer.synchronize,
+        "step": optimizer.step,
+        "step_alone": step_alone,
+        "unscale": lambda: scaler.unscale_(optimizer),
+        "scaler.step": lambda: scaler.step(optimizer),
+        "halve": lambda: memory.mul_(0.5),
+        "drop": lambda: setattr(weight, "grad", None),
+        "convert": model.double,
+        "transpose": transpose,
+        "replace": replace,
+    }
+    optimizer.zero_grad(set_to_none=False)
+    *words, last = calls.removeprefix("torch's ").split()
+    for word in words:
+        if not word.endswith("@0") or hc.rank() == 0:
+            perform[word.removesuffix("@0")]()
+    raises_everywhere(error, message, perform[last])
+    if last == "step":
+        return
+    optimizer.synchronize()  # and training goes on
+    step_alone()
+    train(model, optimizer, range(2))
+    same_everywhere(model)
