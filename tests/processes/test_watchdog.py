@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,6 +85,16 @@ print("waits", flush=True)
 mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
 watchdog.waiting("a test to end")(time.sleep)(60)
 """,
+    "unlimited": """
+hc.init(stall_timeout=1)
+with watchdog.waiting("a test to end"):  # which goes on behind the one within it
+    with watchdog.unlimited():
+        with watchdog.unlimited():
+            watchdog.waiting("work")(time.sleep)(1.5)
+        watchdog.waiting("more work")(time.sleep)(1.5)
+    print("waits", flush=True)
+    time.sleep(60)
+""",
     "polled": """
 poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
 mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: poll(handle) if handle not in lost else 0
@@ -135,6 +144,7 @@ def test_a_long_wait_without_a_limit_is_announced_once(
     ("case", "awaited", "reason"),
     [
         ("restarted", "a test to end", "not all ranks have come"),
+        ("unlimited", "a test to end", "not all ranks have come"),
         ("polled", "a collective", "not all ranks have come"),
         ("ending", "Horovod to end", r"the other ranks cannot be looked for \(no table\)"),
     ],
@@ -147,25 +157,6 @@ def test_a_wait_that_is_too_long_ends_the_process(
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
     assert re.search(rf"waited \d+ s for {awaited} at <string>:\d+; {reason}", result.stderr)
-
-
-def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_dog", type(watchdog._dog)())  # whose thread would end this process, too
-    monkeypatch.setattr(watchdog._dog, "timeout", 0.001)
-
-    def late() -> bool:
-        time.sleep(0.01)
-        return watchdog._dog._late() is not None
-
-    waits = watchdog.waiting("a test to end")(late)
-    with watchdog.waiting("another one"):
-        assert waits()
-        assert late()  # the wait around it goes on
-    with watchdog.unlimited():
-        with watchdog.unlimited():
-            assert not waits()
-        assert not waits()
-    assert waits()
 
 
 @contextlib.contextmanager
