@@ -42,9 +42,6 @@ def trained_with_adam(steps: int, **options: Any) -> tuple[Any, Any]:
     return trained(model, adam(model), steps, **options)
 
 
-# ---------------------------------------------------------------------------------------------------- objects
-
-
 @pytest.mark.parametrize("name", [None, "objects"])
 def test_the_ranks_values_need_not_be_of_one_type(name: str | None) -> None:
     value: Any = {"rank": 0} if hc.rank() == 0 else None
@@ -109,9 +106,6 @@ def test_an_error_of_one_rank_is_of_its_class_on_all(error: Exception) -> None:
     for send in (lambda: hc.broadcast_object(value, 1), lambda: hc.allgather_object(value)):
         assert raises_everywhere(type(error), "place", send).startswith("rank 1: ")
     assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
-
-
-# ---------------------------------------------------------------------------------------------------- what is sent
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "LBFGS"])
@@ -186,9 +180,6 @@ def test_elastic_state_around_the_optimizer() -> None:
     check_weights(model, after)
 
 
-# ---------------------------------------------------------------------------------------------------- what they repair
-
-
 @several
 @pytest.mark.parametrize(
     "changes", [["load"], ["reduction"], ["reset"], ["load", "reduction", "reset"], []], ids=str
@@ -253,9 +244,6 @@ def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest
     assert bool(gathering) == (hc.rank() == 0)
     train(model, optimizer, range(2))
     same_everywhere(model)
-
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 
 @several

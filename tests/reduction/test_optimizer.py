@@ -38,9 +38,6 @@ def momentum(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-# ---------------------------------------------------------------------------------------------------- steps
-
-
 def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     model = chain()
     plain = momentum(model)
@@ -178,9 +175,6 @@ def test_a_notice_of_one_rank_reaches_all_with_the_gradients(bucket_cap_mb: floa
     assert optimizer.reduction_stats.last.control_messages == 0
 
 
-# ---------------------------------------------------------------------------------------------------- state
-
-
 def test_state_moves_between_stock_and_this_library() -> None:
     model = chain()
     unbroken, _ = trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), steps=6)
@@ -213,8 +207,6 @@ def test_a_reduction_state_brings_its_buckets_and_fits_its_model() -> None:
         with pytest.raises(ValueError, match=message):
             resumed.load_reduction_state_dict(wrong)
 
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),

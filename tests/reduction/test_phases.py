@@ -32,9 +32,6 @@ def check(both: list[Any]) -> None:
     check_weights(model, reference, tolerance=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------- gradients
-
-
 @several
 @pytest.mark.parametrize("way", ["replaced", "in place", "dropped"])
 def test_a_reduced_gradient_changed_on_one_rank_only_leaves_ranks_equal(way: str) -> None:
@@ -140,9 +137,6 @@ def test_clearing_after_a_group_of_parameters_that_have_gradients(gradients: boo
     check(both)
 
 
-# ---------------------------------------------------------------------------------------------------- several optimizers
-
-
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("unscale", ["always", "where it skips"])
 def test_precision_after_a_step_that_is_left_out(name: str, unscale: str) -> None:
@@ -178,9 +172,6 @@ def test_an_optimizer_steps_while_another_accumulates(converted: bool) -> None:
         scaler.update()
     for both in pairs:
         check(both)
-
-
-# ---------------------------------------------------------------------------------------------------- users' optimizers
 
 
 class OwnSignatures(torch.optim.SGD):
