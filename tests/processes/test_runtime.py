@@ -74,7 +74,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # variables, and wh
     "fusion off": ({"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "1"}, {**SILENT, "threads": 100}),
     "fusion on": (
         {"HOROVOD_FUSION_THRESHOLD": "67108864", "NCCL_NVLS_ENABLE": "1"},
-        {"repeatable": False, "warnings": ["HOROVOD_FUSION_THRESHOLD=67108864"], "nvls": "1"},
+        {"repeatable": False, "warnings": ["HOROVOD_FUSION_THRESHOLD=67108864"], "nvls": "1"}
+        | {"fusion": "67108864"},
     ),
     "autotuned": (
         {"HOROVOD_AUTOTUNE": "1"},
