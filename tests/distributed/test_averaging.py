@@ -16,24 +16,28 @@ import hvd_ckpt as hc
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
-ALL = (0, 1, 2, 3)
 EMA = get_ema_multi_avg_fn(0.8)
 
 
-def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(dtype: torch.dtype = torch.float32, weights: dict[str, torch.Tensor] | None = None) -> nn.Module:
+    """A model with a frozen and a strided weight."""
     torch.manual_seed(5)
     model = nn.Sequential(
         nn.Linear(WIDTH, 33), nn.BatchNorm1d(33), nn.Linear(33, 40), nn.Tanh(), nn.Linear(40, 3)
     )
     model[2].weight.requires_grad_(False)
     model[4].weight = nn.Parameter(model[4].weight.detach().t().contiguous().t())
+    model.load_state_dict(weights or {}, strict=False)
     return model.to(dtype)
 
 
-def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
+def momentum(model: nn.Module) -> torch.optim.SGD:
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    return wrap(model, optimizer, shard=stage, bucket_cap_mb=0.002, **options)
+    return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
+    return wrap(model, momentum(model), shard=stage, bucket_cap_mb=0.002, **options)
 
 
 def train(model: Any, optimizer: Any, numbers: range, average: Any = None) -> None:
@@ -57,9 +61,7 @@ def averaged(average: hc.AveragedWeights, model: nn.Module, optimizer: Any) -> d
 def test_the_average_is_torchs_and_leaves_no_trace(stage: int, options: dict[str, Any]) -> None:
     plain = build()
     theirs = AveragedModel(plain, **options)
-    trained = [one for one in plain.parameters() if one.requires_grad]
-    bare = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    model = build()
+    bare, model = momentum(plain), build()
     optimizer = wrapped(model, stage)
     ours = hc.AveragedWeights(optimizer, **options)
     for number in range(3):
@@ -96,9 +98,8 @@ def test_an_average_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) 
     saved = averaged(average, model, optimizer)
     train(model, optimizer, range(3, 5), average)
     expected = averaged(average, model, optimizer)
-    for other in ALL:
-        twin = build()
-        twin.load_state_dict(values, strict=False)
+    for other in range(4):
+        twin = build(weights=values)
         again = wrapped(twin, other)
         again.load_state_dict(copy.deepcopy(whole))
         resumed = hc.AveragedWeights(again, multi_avg_fn=EMA)
@@ -108,8 +109,7 @@ def test_an_average_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) 
         train(twin, again, range(3, 5), resumed)
         assert_same(averaged(resumed, twin, again), expected)
     members = hc.add_process_set([0])  # as a job of one rank
-    twin = build()
-    twin.load_state_dict(values, strict=False)
+    twin = build(weights=values)
     again = wrapped(twin, 3 - stage, process_set=members)
     if hc.rank() == 0:
         resumed = hc.AveragedWeights(again, multi_avg_fn=EMA)
@@ -142,23 +142,19 @@ def test_masters_lossy_wires_and_offload_are_left_as_they_were(stage: int) -> No
 
 def test_what_is_wrong_is_said_in_a_sentence() -> None:
     model = build()
-    bare = torch.optim.Adam(model.parameters())
     with pytest.raises(TypeError, match="DistributedOptimizer"):
-        hc.AveragedWeights(bare)
+        hc.AveragedWeights(momentum(model))
     optimizer = wrapped(model, 3)
-    with pytest.raises(ValueError, match="leave one of them out"):
-        hc.AveragedWeights(optimizer, get_ema_avg_fn(0.9), EMA)
     average = hc.AveragedWeights(optimizer)
     with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match="enter that inside it"):
         average.applied().__enter__()
     train(model, optimizer, range(2), average)
-    refused = (
-        optimizer.step,
-        average.update_parameters,
-        lambda: optimizer.load_state_dict(optimizer.state_dict()),
-        lambda: optimizer.add_param_group({"params": [model[2].weight]}),
-    )
     with average.applied():
-        for call in refused:
+        for call in (
+            optimizer.step,
+            average.update_parameters,
+            lambda: optimizer.load_state_dict(optimizer.state_dict()),
+            lambda: optimizer.add_param_group({"params": [model[2].weight]}),
+        ):
             with pytest.raises(RuntimeError, match=r"AveragedWeights\.applied\(\)"):
                 call()

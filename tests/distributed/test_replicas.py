@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sharded import distribute
+from one_process import wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -20,45 +21,33 @@ from hvd_ckpt.utils.memory import recording_peak
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 
-def make(model: nn.Module, **options: Any) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return distribute(optimizer, named_parameters=model.named_parameters(), model=model, **options)
+def make(model: nn.Module, replicas: Any = 4, **options: Any) -> Any:
+    return wrap(model, replicas=replicas, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ({"replicas": 3}, "3"),
-        ({"replicas": 0}, "0"),
-        ({"replicas": True}, "True"),
-        ({"replicas": 4, "op": hc.Sum}, "op='Sum'.* Average"),
-        ({"replicas": 4, "compression": hc.Compression.fp16}, "compression"),
-        ({"replicas": 4, "shard": "parameters"}, "shard='parameters'"),
-        ({"replicas": 4, "shard": "gradients", "wire": "bf16"}, "wire='bf16'"),
-        ({"replicas": 4, "shard": "optimizer", "master_weights": False}, "master_weights"),
-    ],
-)
-def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> None:
-    with pytest.raises(ValueError, match=value):
-        make(nn.Linear(2, 2), **options)
+def step(model: nn.Module, optimizer: Any, compute: Callable[[Any], Any]) -> None:
+    """Computes the replicas of a step, each by a function that is given it."""
+    optimizer.zero_grad()
+    for replica in optimizer.local_replicas():
+        with replica:
+            compute(replica)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("replicas", [3, 0, True])
+def test_wrong_numbers_are_refused(replicas: Any) -> None:
+    with pytest.raises(ValueError, match=str(replicas)):
+        make(nn.Linear(2, 2), replicas)
 
 
 def test_a_module_that_averages_over_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="the SyncBatchNorm '1'"):
-        make(nn.Sequential(nn.Linear(2, 2), hc.SyncBatchNorm(2)), replicas=4)
-
-
-def test_the_model_must_be_known() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="model=model"):
-        hc.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters()), replicas=4
-        )
+        make(nn.Sequential(nn.Linear(2, 2), hc.SyncBatchNorm(2)))
 
 
 def test_each_replica_must_be_computed_within_its_context() -> None:
     model = nn.Linear(2, 2)
-    optimizer = make(model, replicas=4)
+    optimizer = make(model)
     replicas = optimizer.local_replicas()
     next(replicas)
     model(torch.ones(1, 2)).sum().backward()
@@ -66,31 +55,30 @@ def test_each_replica_must_be_computed_within_its_context() -> None:
         next(replicas)
     with pytest.raises(RuntimeError, match="0 of this rank's"):
         optimizer.step()
-    for replica in optimizer.local_replicas():
-        with replica:
-            model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    model.zero_grad()
+    step(model, optimizer, lambda replica: model(torch.ones(1, 2)).sum().backward())
     with pytest.raises(RuntimeError, match="0 of this rank's"):  # on gradients that a step has used
         optimizer.step()
     with pytest.raises(RuntimeError, match="has no replicas"):
-        make(model).local_replicas()
+        wrap(model).local_replicas()
 
 
 def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
+    """And each step draws new numbers, also where nobody asks whether there is a replica after the last one."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = make(model, replicas=4)
+    optimizer = make(model)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     drawn = []
     for _ in range(2):
-        for replica in optimizer.local_replicas():
+        optimizer.zero_grad()
+        for _, replica in zip(range(4 // hc.size()), optimizer.local_replicas()):
             with replica:
-                drawn.append(torch.rand(3))
+                drawn.append(torch.rand(()).item())
                 model(torch.randn(4, 2)).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
     assert torch.equal(torch.get_rng_state(), before)
-    assert len({tuple(values.tolist()) for values in drawn}) == len(drawn)
+    assert len(set(drawn)) == len(drawn) == 2 * 4 / hc.size()
     assert int(model[1].num_batches_tracked) == 0
     optimizer.replicas.average_buffers()
     assert int(model[1].num_batches_tracked) == 2
@@ -100,38 +88,25 @@ def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
 def test_buffers_that_have_no_mean_become_those_of_the_first_replica(dtype: torch.dtype) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("kept", torch.zeros(3, dtype=dtype))
-    optimizer = make(model, replicas=4)
+    optimizer = make(model)
     first = torch.tensor(1 + 2j if dtype.is_complex else 1).to(dtype)
-    for replica in optimizer.local_replicas():
-        with replica:
-            model(torch.ones(1, 2)).sum().backward()
-            model.kept.fill_(first if replica.index == 0 else 0)
-            model.kept[1] = 1
-    optimizer.step()
+
+    def compute(replica: Any) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        model.kept.fill_(first if replica.index == 0 else 0)
+        model.kept[1] = 1
+
+    step(model, optimizer, compute)
     optimizer.replicas.average_buffers()
     assert model.kept.tolist() == [first.item(), 1, first.item()]
 
 
-def test_each_step_draws_new_numbers_however_replicas_are_iterated() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = make(model, replicas=4)
-    drawn = set()
-    for _ in range(2):
-        optimizer.zero_grad()
-        for x, replica in zip(torch.ones(4 // hc.size(), 1, 2), optimizer.local_replicas()):
-            with replica:
-                drawn.add(torch.rand(()).item())
-                model(x).sum().backward()
-        optimizer.step()
-    assert len(drawn) == 2 * 4 / hc.size()
-
-
 def test_a_replica_that_fails_is_computed_again_from_the_buffers_before_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = make(model, replicas=4)
-    for step in range(2):
+    optimizer = make(model)
+    for number in range(2):
         for replica in optimizer.local_replicas():
-            for fails in (step == 1, False):
+            for fails in (number == 1, False):
                 with contextlib.suppress(ArithmeticError), replica:
                     model(torch.randn(4, 2)).sum().backward()
                     if fails:
@@ -145,13 +120,9 @@ def test_a_replica_that_fails_is_computed_again_from_the_buffers_before_it() -> 
 
 def test_buckets_leave_during_the_last_replica() -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    optimizer = make(model, replicas=4, bucket_cap_mb=0.01)
+    optimizer = make(model, bucket_cap_mb=0.01)
     for _ in range(2):
-        for replica in optimizer.local_replicas():
-            with replica:
-                model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, lambda replica: model(torch.ones(1, 64)).sum().backward())
     last = optimizer.reduction_stats.last
     assert last.launches_in_backward == len(last.launch_order) - 1 > 2
 
@@ -163,7 +134,7 @@ def test_terms_of_replicas_are_weighed_by_their_mean() -> None:
     terms = [1, 4, 2, 3]
     expected = torch.cat([rows[:count] for rows, count in zip(everything, terms)])
     (gradient,) = torch.autograd.grad(model(expected).mean(), model.weight)
-    optimizer = make(model, replicas=4)
+    optimizer = make(model)
     own = [terms[index] for index in optimizer.replicas.indices]
     mean = optimizer.replicas.mean(own)
     assert mean == 2.5
@@ -187,37 +158,38 @@ def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.Mo
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
         monkeypatch.setattr(rows, name, 0)
 
+    in_levels = rows.RowCollectives.exchange_in_levels
+    exchanged = []
+
+    def exchange_in_levels(self: Any, *given: Any) -> Any:
+        exchanged.append(given)
+        return in_levels(self, *given)
+
+    monkeypatch.setattr(rows.RowCollectives, "exchange_in_levels", exchange_in_levels)
+
     def trained(hosts: list[list[int]] | None, small: int = 0) -> list[torch.Tensor]:
         torch.manual_seed(7)
         monkeypatch.setattr(tree, "SMALL_BYTES", small)
-        model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
         monkeypatch.setattr(extension, "hosts_of", lambda *_: hosts)
-        optimizer = make(model, replicas=8, bucket_cap_mb=0.0004, shard=shard)
-        exchanged = []
-        with monkeypatch.context() as patches:
-            in_levels = rows.RowCollectives.exchange_in_levels
-            patches.setattr(
-                rows.RowCollectives,
-                "exchange_in_levels",
-                lambda self, *given: exchanged.append(given[2]) or in_levels(self, *given),
-            )
-            for step in range(3):
-                for replica in optimizer.local_replicas():
-                    with replica:
-                        x = model(torch.randn(3, 7))
-                        for _ in range(step):
-                            x = model[0](x)
-                        x.square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
+        optimizer = make(model, 8, bucket_cap_mb=0.0004, shard=shard)
+        exchanged.clear()
+        for number in range(3):
+
+            def compute(replica: Any, number: int = number) -> None:
+                x = model(torch.randn(3, 7))
+                for _ in range(number):
+                    x = model[0](x)
+                x.square().sum().backward()
+
+            step(model, optimizer, compute)
         assert bool(exchanged) is (hosts is not None)
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     expected = trained(None)
-    for others in (trained([[0, 1], [2, 3]]), trained(None, small=1 << 20)):
-        for one, other in zip(expected, others, strict=True):
-            assert torch.equal(one, other)
     assert all(bool(values.isfinite().all()) for values in expected)
+    for others in (trained([[0, 1], [2, 3]]), trained(None, small=1 << 20)):
+        assert all(map(torch.equal, expected, others))
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients"])
@@ -227,7 +199,7 @@ def test_memory_of_gradients_grows_with_the_depth_of_the_tree(shard: str) -> Non
     for each in (1, 2, 4, 8):
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
         gradients = sum(one.nbytes for one in model.parameters())
-        optimizer = make(model, replicas=each * hc.size(), bucket_cap_mb=0.07, shard=shard)
+        optimizer = make(model, each * hc.size(), bucket_cap_mb=0.07, shard=shard)
         peaks = []
         for _ in range(3):
             gc.collect()  # what is freed while memory is recorded would count

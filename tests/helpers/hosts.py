@@ -28,13 +28,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 PROGRAMS = ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount", "bash")
 NETWORK = "10.77.0"
-SEARCH = os.pathsep.join(
-    dict.fromkeys([str(Path(sys.executable).parent), *os.get_exec_path(), "/usr/sbin", "/sbin"])
-)
+SEARCH = os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path(), "/usr/sbin", "/sbin"])
+ENVIRONMENT = {**os.environ, "PATH": SEARCH}
 
 SWITCH = """
 trap '' INT TERM HUP
@@ -94,8 +92,11 @@ def unavailable() -> str | None:
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: openssh-server, openssh-client, iproute2)"
     trial = "ip link add name s type bridge && ip link add name x type veth peer name y && mount -t proc proc /proc"
-    if (reason := _fails([*_namespaces(), "bash", "-c", trial])) is not None:
-        return f"namespaces cannot be made here: {reason}"
+    command = [*_namespaces(), "bash", "-c", trial]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return f"namespaces cannot be made here: {said[-1]}"
     return None
 
 
@@ -105,7 +106,6 @@ class Hosts:
     Attributes:
         names: "a", "b", ...
         addresses: each host's address by its name.
-        key: the private ssh key that opens every host, as a path that holds inside and outside of them.
 
     Raises:
         RuntimeError: they cannot be made here (:func:`unavailable` says why beforehand), or one did not come up.
@@ -124,7 +124,6 @@ class Hosts:
         if (reason := unavailable()) is not None:
             raise RuntimeError(f"{reason}.")
         self._folder = Path(tempfile.mkdtemp(prefix="hvd-ckpt-hosts-"))
-        self.key = self._folder / "ssh" / "key"
         try:
             self._write_files()
             self._plug_in()
@@ -141,11 +140,16 @@ class Hosts:
         for process in self._processes.values():
             with contextlib.suppress(BrokenPipeError):
                 process.communicate(timeout=30)
-        for job in self._jobs:
-            _end(job)
         self._processes.clear()
-        self._jobs.clear()
+        self._end_jobs()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_jobs(self) -> None:
+        for job in self._jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        self._jobs.clear()
 
     def run(
         self, name: str, command: Sequence[str], *, timeout: float, environment: Mapping[str, str] = {}
@@ -173,7 +177,7 @@ class Hosts:
             environment: variables beside those of this process.
         """
         whole = {**self.environment(), **environment}
-        self._jobs.append(_started(self.command(name, command), env=whole, stdin=subprocess.DEVNULL))
+        self._jobs.append(_started(self.command(name, command), whole, stdin=subprocess.DEVNULL))
         return self._jobs[-1]
 
     def command(self, name: str, command: Sequence[str]) -> list[str]:
@@ -196,9 +200,7 @@ class Hosts:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 time.sleep(0.01)
-        for job in self._jobs:
-            _end(job)
-        self._jobs.clear()
+        self._end_jobs()
 
     def limit(self, name: str, rate: str) -> None:
         """Lets the host send at most so many Mbit/s."""
@@ -234,19 +236,8 @@ class Hosts:
         ssh = self._folder / "ssh"
         ssh.mkdir()
         for file in ("key", "host_key"):
-            command = [
-                "ssh-keygen",
-                "-q",
-                "-t",
-                "ed25519",
-                "-N",
-                "",
-                "-C",
-                "throw-away",
-                "-f",
-                str(ssh / file),
-            ]
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "throw-away", "-f", str(ssh / file)]
+            subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
         known = ",".join([*self.names, *self.addresses.values()])
         (ssh / "ssh_known_hosts").write_text(f"{known} {(ssh / 'host_key.pub').read_text()}")
         (ssh / "ssh_config").write_text(SSH)
@@ -282,7 +273,7 @@ class Hosts:
             self._own[name] = {process for process, _ in self._all(name)}
 
     def _start_first(self, name: str, command: list[str]) -> None:
-        self._processes[name] = _started(command, env={**os.environ, "PATH": SEARCH}, cwd="/")
+        self._processes[name] = _started(command, ENVIRONMENT, cwd="/")
 
     def _answer(self, name: str) -> str:
         """The next line that a first process says."""
@@ -300,7 +291,7 @@ class Hosts:
     def _on_switch(self, *lines: str) -> None:
         command = [*self._inside("switch", "--net"), "ip", "-batch", "-"]
         text = "".join(f"{line}\n" for line in lines)
-        subprocess.run(command, input=text, text=True, check=True, env={**os.environ, "PATH": SEARCH})
+        subprocess.run(command, input=text, text=True, check=True, env=ENVIRONMENT)
 
     def _all(self, name: str) -> Iterator[tuple[int, str]]:
         """Process id and command line of everything alive on a host."""
@@ -313,30 +304,16 @@ class Hosts:
                         yield int(folder.name), b" ".join(words).decode(errors="replace").strip()
 
 
-def _started(command: list[str], stdin: int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options
-    )
+def _started(
+    command: list[str], environment: dict[str, str], stdin: int = subprocess.PIPE, cwd: str | None = None
+) -> subprocess.Popen[str]:
+    pipe, own = subprocess.PIPE, {"env": environment, "cwd": cwd, "start_new_session": True}
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, **own)
 
 
 def _namespaces() -> list[str]:
     kinds = ["--net", "--uts", "--mount", "--pid", "--ipc"]
     return ["unshare", *kinds, "--propagation", "private", "--fork", "--kill-child"]
-
-
-def _fails(command: list[str]) -> str | None:
-    """The last line that a command says where it fails, None where it does not."""
-    environment = {**os.environ, "PATH": SEARCH}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return said[-1] if done.returncode else None
-
-
-def _end(job: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
 
 
 def main(count: str, *command: str) -> int:

@@ -5,6 +5,7 @@ Every rank runs it by itself, without communication, and compares its own parame
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,11 @@ def batch(step: int, rank: int, part: int = 0, width: int = WIDTH) -> torch.Tens
     return torch.randn(4, width, generator=generator)
 
 
-def chain(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def chain(layers: int = 4) -> nn.Sequential:
     """Layers that can be used one by one, with the same weights on every rank."""
     torch.manual_seed(7)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]).to(
-        dtype
-    )
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]
+    return nn.Sequential(*blocks)
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -66,11 +66,20 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def train_for_all(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def trained(model: nn.Module, bare: Any = None, steps: int = 2, **options: Any) -> tuple[Any, Any]:
+    """The model and its distributed optimizer after some steps."""
+    optimizer = wrap(model, bare, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def train_for_all(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, op: Any = hc.Average
+) -> None:
     """The reference of :func:`train`."""
     for step in steps:
         optimizer.zero_grad()
-        loss_of_all(model, step).backward()
+        loss_of_all(model, step, op).backward()
         optimizer.step()
 
 
@@ -78,7 +87,9 @@ def fingerprint(model: nn.Module) -> list[bytes]:
     return [p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
 
 
-def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]) -> str:
+def raises_everywhere(
+    kind: type[Exception] | tuple[type[Exception], ...], match: str, work: Callable[[], Any]
+) -> str:
     """The error must come on every rank, so nobody is left waiting, and say the same; returns its text."""
     with pytest.raises(kind, match=match) as caught:
         work()
@@ -98,3 +109,12 @@ def difference(model: nn.Module, other: nn.Module) -> float:
         assert torch.isfinite(ours).all()
         largest = max(largest, (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0)
     return largest
+
+
+def check_weights(
+    model: nn.Module, reference: nn.Module, optimizer: Any = None, tolerance: float = 1e-6
+) -> None:
+    """The weights are those of the reference, and the same on all ranks. Collective."""
+    with contextlib.nullcontext() if optimizer is None else optimizer.gathered_parameters():
+        assert difference(model, reference) < tolerance
+        same_everywhere(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -32,10 +33,6 @@ for _ in range(3):
 place = f"{hc.grid().stage} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
 print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flush=True)
 """
-
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
 
 def environment() -> dict[str, str]:
@@ -75,11 +72,8 @@ def step(command: list[str], cpus: Sequence[Iterable[int]], **variables: str) ->
 
 def by_slurm(script: Path, stages: int) -> list[str]:
     """What two ranks print."""
-    variables = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": str(get_free_port()),
-    }
+    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    variables["MASTER_PORT"] = str(get_free_port())
     with step([str(script), str(stages)], [os.sched_getaffinity(0)] * 2, **variables) as ranks:
         outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
@@ -108,53 +102,40 @@ def test_stages_in_a_job_of_slurm(script: Path) -> None:
     assert [line.rpartition(" ")[0] for line in lines] == ["0 0/1 0/1 gloo", "1 0/1 0/1 gloo"]
 
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+OTHERS = ("HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "PMI_SIZE", "SLURM_NTASKS")
+
+
 @pytest.mark.parametrize(
-    ("variables", "launcher"),
+    ("variables", "launcher", "size"),
     [
-        (TORCHRUN, "torchrun"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # of anybody
-        ({**TORCHRUN, **SRUN, "PMIX_RANK": "0"}, "torchrun"),
-        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "torchrun"),  # mpirun has started torchrun
-        (SRUN, "srun"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
-        ({**SRUN, "PMIX_RANK": "1"}, None),  # MPI knows it
-        ({**SRUN, "PMIX_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}, "srun"),
-        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}, None),
-        ({**SRUN, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}, None),  # horovodrun within a step
+        ({}, None, 1),
+        (TORCHRUN, "torchrun", 1),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None, 1),  # of anybody
+        ({**TORCHRUN, **SRUN, "PMIX_RANK": "0"}, "torchrun", 2),
+        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "torchrun", 1),  # mpirun has started torchrun
+        (SRUN, "srun", 1),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None, 1),  # a shell in an allocation
+        ({**SRUN, "PMIX_RANK": "1"}, None, 2),  # MPI knows it
+        ({**SRUN, "PMIX_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}, "srun", 2),
+        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}, None, 1),
+        ({**SRUN, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}, None, 1),  # horovodrun within a step
+        ({"HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, None, 2),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, None, 3),  # mpiexec of MPICH, srun --mpi=pmi2
+        ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"}, None, 4),  # srun --mpi=pmix
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "8"}, None, 8),
+        ({"SLURM_NTASKS": "8"}, None, 1),  # a shell in an allocation
     ],
 )
-def test_only_ranks_that_nobody_else_knows(
-    variables: dict[str, str], launcher: str | None, monkeypatch: pytest.MonkeyPatch
+def test_only_ranks_that_nobody_else_knows_are_foreign_and_the_number_of_ranks(
+    variables: dict[str, str], launcher: str | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_only(variables, monkeypatch)
-    assert foreign_launcher() == launcher
-
-
-def set_only(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the variables of launchers, these."""
-    others = {"HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "PMI_SIZE", "SLURM_NTASKS"}
-    foreign = (one for names in FOREIGN.values() for one in names)
-    for name in {*COUNTS, *RANK_VARIABLES, *others, *foreign}:
+    for name in {*COUNTS, *RANK_VARIABLES, *OTHERS, *itertools.chain(*FOREIGN.values())}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("variables", "size"),
-    [
-        ({}, 1),
-        ({"HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
-        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3),  # mpiexec of MPICH, srun --mpi=pmi2
-        ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"}, 4),  # srun --mpi=pmix
-        ({"PMIX_RANK": "1", "SLURM_NTASKS": "8"}, 8),
-        ({"SLURM_NTASKS": "8"}, 1),  # a shell in an allocation
-    ],
-)
-def test_the_number_of_ranks_that_were_started(
-    variables: dict[str, str], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_only(variables, monkeypatch)
+    assert foreign_launcher() == launcher
     assert launched_size() == size
 
 
@@ -168,10 +149,14 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 def test_places_of_ranks_where_hosts_have_different_numbers() -> None:
     found = rank_variables("aabba", "10.0.0.1", 5)
-    assert [int(one["HOROVOD_LOCAL_RANK"]) for one in found] == [0, 1, 0, 1, 2]
-    assert [int(one["HOROVOD_LOCAL_SIZE"]) for one in found] == [3, 3, 2, 2, 3]
-    assert [int(one["HOROVOD_CROSS_RANK"]) for one in found] == [0, 0, 1, 1, 0]
-    assert [int(one["HOROVOD_CROSS_SIZE"]) for one in found] == [2, 2, 2, 2, 1]
+    places = {
+        "LOCAL_RANK": [0, 1, 0, 1, 2],
+        "LOCAL_SIZE": [3, 3, 2, 2, 3],
+        "CROSS_RANK": [0, 0, 1, 1, 0],
+        "CROSS_SIZE": [2, 2, 2, 2, 1],
+    }
+    for name, expected in places.items():
+        assert [int(one[f"HOROVOD_{name}"]) for one in found] == expected
 
 
 SHARING = """

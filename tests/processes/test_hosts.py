@@ -6,7 +6,6 @@ The hosts are network namespaces (see hosts.py). Every job trains the same tiny 
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +22,10 @@ pytestmark = [
 ]
 
 STEPS = 40
-SETTINGS = ["--model", "gpt-tiny", "--model-option", "width=32", "--model-option", "layers=1"]
-SETTINGS += ["--model-option", "heads=2", "--sequence-length", "16", "--batch", "4", "--steps", str(STEPS)]
-SETTINGS += ["--snapshot-every", "8", "--seed", "3"]
+SETTINGS = (
+    f"--model gpt-tiny --sequence-length 16 --batch 4 --steps {STEPS} --snapshot-every 8 --seed 3".split()
+)
+SETTINGS += [f"--model-option={option}" for option in ("width=32", "layers=1", "heads=2")]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -78,10 +78,9 @@ def command(launcher: str, where: str, text: Path, run: Path, *more: str) -> lis
     return [*LAUNCHERS[launcher].split(), "-H", where, *train]
 
 
-def end(hosts: Hosts, command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    done = hosts.run("a", command, timeout=timeout, environment=ENVIRONMENT)
+def end(hosts: Hosts, command: list[str]) -> None:
+    done = hosts.run("a", command, timeout=240, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def final_weights(run: Path) -> str:
@@ -120,9 +119,8 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     hosts.cut("b")
     wait_for(lambda: job.poll() is not None, "the end of the launcher", 240)
     output, errors = job.communicate()
-    assert not (run / "snapshots" / f"step-{STEPS:08}").exists(), (
-        "trained to the end before the host was cut off"
-    )
+    last = run / "snapshots" / f"step-{STEPS:08}"
+    assert not last.exists(), "trained to the end before the host was cut off"
     wait_for(lambda: not ranks(hosts), "the end of the ranks on b", 240, pause=0.3)
     assert job.returncode != 0
     assert re.search(NAMED[launcher], errors), output + errors

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,6 +85,16 @@ print("waits", flush=True)
 mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
 watchdog.waiting("a test to end")(time.sleep)(60)
 """,
+    "unlimited": """
+hc.init(stall_timeout=1)
+with watchdog.waiting("a test to end"):  # which goes on behind the one within it
+    with watchdog.unlimited():
+        with watchdog.unlimited():
+            watchdog.waiting("work")(time.sleep)(1.5)
+        watchdog.waiting("more work")(time.sleep)(1.5)
+    print("waits", flush=True)
+    time.sleep(60)
+""",
     "polled": """
 poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
 mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: poll(handle) if handle not in lost else 0
@@ -115,69 +124,48 @@ def results() -> dict[str, Result]:
     return run_forked(IMPORTS, {name: Case(code) for name, code in CASES.items()})
 
 
-def test_a_long_wait_without_a_limit_is_announced_once(results: dict[str, Result]) -> None:
-    said = results["announced"].stderr
-    assert results["announced"].returncode == 0, said
-    announced = re.findall(r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", said)
-    found = [re.sub(r" at <string>:\d+$", "", one) for one in announced if "Horovod" not in one]
-    assert found == ["a test to end", "another one"], said
-
-
-def test_of_several_handles_that_are_polled_each_is_announced_once(results: dict[str, Result]) -> None:
-    said = results["several"].stderr
-    assert results["several"].returncode == 0, said
-    assert said.count("for a collective at <string>") == 2, said
+@pytest.mark.parametrize(
+    ("case", "announced"),
+    [("announced", ["a test to end", "another one"]), ("several", ["a collective", "a collective"])],
+)
+def test_a_long_wait_without_a_limit_is_announced_once(
+    results: dict[str, Result], case: str, announced: list[str]
+) -> None:
+    """Also of several handles that are polled."""
+    said = results[case].stderr
+    assert results[case].returncode == 0, said
+    of = re.findall(
+        r"still waiting, after \d+ s, for (.*) at <string>:\d+; hvd_ckpt.init\(stall_timeout", said
+    )
+    assert [one for one in of if "Horovod" not in one] == announced, said
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "awaited", "reason"),
     [
-        ("restarted", r"a test to end at <string>:\d+; not all ranks have come"),
-        ("polled", r"a collective at <string>:\d+; not all ranks have come"),
-        ("ending", r"Horovod to end at <string>:\d+; the other ranks cannot be looked for \(no table\)"),
+        ("restarted", "a test to end", "not all ranks have come"),
+        ("unlimited", "a test to end", "not all ranks have come"),
+        ("polled", "a collective", "not all ranks have come"),
+        ("ending", "Horovod to end", r"the other ranks cannot be looked for \(no table\)"),
     ],
 )
-def test_a_wait_that_is_too_long_ends_the_process(results: dict[str, Result], case: str, said: str) -> None:
+def test_a_wait_that_is_too_long_ends_the_process(
+    results: dict[str, Result], case: str, awaited: str, reason: str
+) -> None:
     """By one thread, that outlives a new start; also a wait that polls, and one at the end, where Python starts no more threads."""
     result = results[case]
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
-    assert re.search(rf"waited \d+ s for {said}", result.stderr)
-
-
-def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_dog", type(watchdog._dog)())  # whose thread would end this process, too
-    monkeypatch.setattr(watchdog._dog, "timeout", 0.001)
-
-    def late() -> bool:
-        time.sleep(0.01)
-        return watchdog._dog._late() is not None
-
-    waits = watchdog.waiting("a test to end")(late)
-    with watchdog.waiting("another one"):
-        assert waits()
-        assert late()  # the wait around it goes on
-    with watchdog.unlimited():
-        with watchdog.unlimited():
-            assert not waits()
-        assert not waits()
-    assert waits()
+    assert re.search(rf"waited \d+ s for {awaited} at <string>:\d+; {reason}", result.stderr)
 
 
 @contextlib.contextmanager
 def started(command: list[str], typed: str = "", **environment: str) -> Iterator[tuple[int, int]]:
     """The process that was started, and one below it that says its id. Neither has a rank but for what is given."""
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**clean, **environment},
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    process: Any = subprocess.Popen(command, env={**clean, **environment}, text=True, **pipes)
     try:
-        assert process.stdin is not None and process.stdout is not None
         print(typed, file=process.stdin, flush=True)
         yield process.pid, int(process.stdout.readline())
     finally:

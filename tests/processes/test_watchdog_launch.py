@@ -15,13 +15,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from controllers import NOT_FORKED, probe, start_ranks
+from controllers import NOT_FORKED, SCRIPTS, probe, run_ranks, start_ranks
 
 pytestmark = pytest.mark.launch
 
-SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stalled.py"
+SCRIPT = SCRIPTS / "stalled.py"
 STOPPED = r"rank 1 \(process \d+ on host .+\) is stopped by a signal: look at its output"
 STUCK = r"all ranks are on this host, so a rank is stuck in other work or has gone: look at the other ranks' output"
+GRADIENTS = r"the gradients of all ranks \(.*optimizer\.step\(\)\) at stalled.py:\d+"
+PARAMETERS = r"the parameters of '0' \(.*gathered_parameters\(\).*\) at stalled.py:\d+"
+STILL = r"still waiting, after \d+ s, for"
 SECONDS = 400.0
 Jobs = dict[str, "subprocess.Popen[str]"]
 
@@ -48,36 +51,22 @@ def jobs(folder: Path) -> Iterator[Jobs]:
 
 
 @pytest.mark.parametrize(
-    ("case", "waited_for", "reason"),
+    ("case", "said"),
     [
-        ("stops", r"the gradients of all ranks \(.*optimizer\.step\(\)\) at stalled.py:\d+", STOPPED),
-        ("alone", r"the parameters of '0' \(.*gathered_parameters\(\).*\) at stalled.py:\d+", STUCK),
+        ("stops", [rf"waited \d+ s for {GRADIENTS}; {STOPPED}", rf"{STILL} {GRADIENTS};"]),
+        ("alone", [rf"waited \d+ s for {PARAMETERS}; {STUCK}", rf"{STILL} {PARAMETERS};"]),
+        ("unit", [r"ended by [\s\S]*rank 0 waits for the parameters of '2'[\s\S]*units=\[\]"]),
+        ("gone", [rf"ended, waiting for {PARAMETERS}, because another rank"]),
     ],
 )
-def test_a_wait_for_a_rank_that_does_not_come_ends(
-    jobs: Jobs, case: str, waited_for: str, reason: str
-) -> None:
+def test_a_wait_for_a_rank_that_does_not_come_ends(jobs: Jobs, case: str, said: list[str]) -> None:
+    """With what is waited for; a unit that one rank alone uses is named."""
     output, _ = jobs[case].communicate(timeout=SECONDS)
     assert jobs[case].returncode != 0
     assert "rank 1 comes to grief" in output
-    lines = re.findall(rf"rank 0 on host \S+: waited \d+ s for {waited_for}; {reason}", output)
-    assert len(lines) == 1, output
-    assert "HorovodInternalError" not in output
-    announced = re.findall(rf"rank 0 on host \S+: still waiting, after \d+ s, for {waited_for};", output)
-    assert len(announced) == 1, output
-
-
-@pytest.mark.parametrize(
-    ("case", "line"),
-    [
-        ("unit", r"ended by [\s\S]*rank 0 waits for the parameters of '2'[\s\S]*units=\[\]"),
-        ("gone", r"ended, waiting for the parameters of '0' \(.*\) at stalled.py:\d+, because another rank"),
-    ],
-)
-def test_a_unit_that_one_rank_alone_uses_is_named(jobs: Jobs, case: str, line: str) -> None:
-    output, _ = jobs[case].communicate(timeout=SECONDS)
-    assert jobs[case].returncode != 0
-    assert re.search(rf"rank 0 on host \S+: {line}", output), output
+    for line in said:
+        assert len(re.findall(rf"rank 0 on host \S+: {line}", output)) == 1, output
+    assert case in ("unit", "gone") or "HorovodInternalError" not in output
 
 
 def test_ranks_end_with_the_launcher_that_they_were_started_by(jobs: Jobs, folder: Path) -> None:
@@ -125,3 +114,25 @@ def test_the_start_of_an_elastic_job_ends_as_well() -> None:
         r"waited [3-9]\d* s for Horovod to start on all ranks at <string>:1; not all ranks have come",
         ended.stderr,
     )
+
+
+# ---------------------------------------------------------------------------------------------------- a Horovod that was built here
+
+HOUR = "3600000"  # in milliseconds
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_collective_does_not_wait_for_the_end_of_a_cycle(ranks: int) -> None:
+    status, output = run_ranks(ranks, SCRIPTS / "waits.py", "cycle", HOROVOD_CYCLE_TIME=HOUR)
+    assert status == 0 and output.count("has all") == ranks, output
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+def test_a_rank_that_waits_looks_rarely(kind: str, controller: str) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        pytest.skip("MPI does not work here")
+    status, output = run_ranks(2, SCRIPTS / "waits.py", kind, controller=controller)
+    found = re.search(r"sleeps: (\d+)", output)
+    # 11 where the sleep ends with the operation, 375 where each look is followed by a pause.
+    assert status == 0 and found is not None and int(found[1]) < 60, output

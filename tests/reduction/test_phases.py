@@ -1,22 +1,23 @@
-"""Tests of the phases of a step: with any order of calls, a step uses reduced gradients. Passes and acts: tests/differential."""
+"""Tests of what code does between the calls of a step: it is right, or an error on every rank; acts: tests/differential."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from one_process import chain, difference, loss, loss_of_all, same_everywhere, sgd, wrap
+from one_process import SMALL, chain, check_weights, loss, loss_of_all, same_everywhere, sgd, wrap
+from torch import nn
 
 import hvd_ckpt as hc
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
-OPERATIONS = {"average": hc.Average, "sum": hc.Sum}
+ONE_BUCKET = 25.0
 
 
 def pair(op: Any = hc.Average, make: Any = sgd) -> list[tuple[Any, Any, Callable[..., torch.Tensor]]]:
@@ -28,11 +29,7 @@ def pair(op: Any = hc.Average, make: Any = sgd) -> list[tuple[Any, Any, Callable
 
 def check(both: list[Any]) -> None:
     (model, *_), (reference, *_) = both
-    assert difference(model, reference) < 1e-5
-    same_everywhere(model)
-
-
-# ---------------------------------------------------------------------------------------------------- skipped steps
+    check_weights(model, reference, tolerance=1e-5)
 
 
 @several
@@ -44,37 +41,100 @@ def test_a_reduced_gradient_changed_on_one_rank_only_leaves_ranks_equal(way: str
         optimizer.zero_grad()
         loss(model, step).backward()
         optimizer.synchronize()
-        if hc.rank() == 0:
-            weight = model[1][0].weight
-            if way == "replaced":
-                weight.grad = torch.ones_like(weight)
-            elif way == "in place":
-                weight.grad.mul_(2.0)
-            else:
-                weight.grad = None
+        weight = model[1][0].weight
+        if hc.rank() == 0 and way == "in place":
+            weight.grad.mul_(2.0)
+        elif hc.rank() == 0:
+            weight.grad = torch.ones_like(weight) if way == "replaced" else None
         optimizer.step()
     same_everywhere(model)
 
 
+@contextlib.contextmanager
+def raises_on_every_rank(message: str) -> Any:
+    with pytest.raises(RuntimeError, match=message):
+        yield
+    assert hc.allreduce(torch.ones(1), op=hc.Sum, name="all have raised") == hc.size()
+
+
 @several
-def test_an_unreduced_gradient_within_skip_synchronize_is_an_error() -> None:
-    model = chain(3)
-    optimizer = wrap(model)
-    for step in range(3):
-        loss(model, step).backward()
-        if step:
-            optimizer.synchronize()
-            loss(model, step).backward()
-        with pytest.raises(RuntimeError, match="not reduced"), optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
+def test_a_change_in_place_of_a_group_that_waits_is_an_error() -> None:
+    """At stage 2, in a group that holds back for a parameter without a gradient."""
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    optimizer = wrap(model, bucket_cap_mb=ONE_BUCKET, shard=2)
+    model["used"](torch.ones(2, 8)).sum().backward()
+    with raises_on_every_rank(r"'used\.\w+' was changed in place"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("of", ["the first", "the last", "all"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_change_in_place_with_replicas_is_an_error(of: str, before: int) -> None:
+    """Within the first replica of a rank, within the last one, or after all."""
+    changed = r"gradient of parameter '[\d.]+(weight|bias)' (was changed in place|is being added up).*synchronize\(\)"
+    model = chain()
+    optimizer = wrap(model, bucket_cap_mb=ONE_BUCKET, replicas=8)
+    place = {"the first": 0, "the last": 8 // hc.size() - 1}.get(of)
+    for step in range(before + 1):
         optimizer.zero_grad()
-    same_everywhere(model)
+        with raises_on_every_rank(changed) if step == before else contextlib.nullcontext():
+            for number, replica in enumerate(optimizer.local_replicas()):
+                with replica:
+                    loss(model, step).backward()
+                    if step == before and number == place:
+                        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            if step == before and of == "all":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
 
 
-# ---------------------------------------------------------------------------------------------------- scalers
+KEEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda gradient: gradient,
+    "detached": lambda gradient: gradient.detach(),
+    "its data": lambda gradient: gradient.data,
+    "a view": lambda gradient: gradient.view(-1)[1:],
+}
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("way", KEEPS)
+def test_gradients_that_code_keeps_stay_as_they_are(way: str, bucket_cap_mb: float, shard: int) -> None:
+    model = chain()
+    optimizer = wrap(model, bucket_cap_mb=bucket_cap_mb, shard=shard)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep() -> None:
+        for parameter in model.parameters():
+            own = KEEPS[way](parameter.grad)
+            kept.append((own, own.clone()))
+
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, 2 * step).backward()  # one pass per task, as for gradient surgery
+        keep()
+        model.zero_grad()
+        loss(model, 2 * step + 1).backward()
+        optimizer.step()
+        keep()
+    assert all(torch.equal(own, copy) for own, copy in kept)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_clearing_after_a_group_of_parameters_that_have_gradients(gradients: bool) -> None:
+    both = pair(make=lambda model: sgd(model[1:]))
+    for model, optimizer, loss_of in both:
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            if step == 2:
+                assert model[0][0].weight.grad is not None
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            optimizer.zero_grad()
+            if step < 2 and not gradients:
+                model[0].zero_grad()
+    check(both)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -95,49 +155,15 @@ def test_precision_after_a_step_that_is_left_out(name: str, unscale: str) -> Non
 
 
 @several
-def test_a_backward_pass_between_unscale_and_step_is_an_error() -> None:
-    model = chain(3)
-    optimizer, scaler = wrap(model), hc.GradScaler("cpu", init_scale=8.0)
-    for step in range(2):
-        scaler.scale(loss(model, step)).backward()
-        scaler.unscale_(optimizer)
-        scaler.scale(loss(model, step)).backward()
-        with pytest.raises(RuntimeError, match="not reduced"):
-            scaler.step(optimizer)
-        optimizer.synchronize()
-        optimizer.zero_grad()
-        scaler.update()
-
-
-@several
-def test_torchs_scaler_does_not_decide_on_gradients_that_have_come_since() -> None:
-    model = chain(3)
-    optimizer, scaler = wrap(model), torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss(model, 0)).backward()
-    optimizer.synchronize()
-    model.zero_grad()
-    scaler.scale(loss(model, 1)).backward()
-    with pytest.raises(RuntimeError, match="before optimizer.synchronize"):
-        scaler.step(optimizer)
-
-
-def test_unscaling_twice_is_torchs_error() -> None:
-    model = chain(2)
-    optimizer, scaler = wrap(model), hc.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss(model, 0)).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    same_everywhere(model)
-
-
-def test_a_scaler_steps_one_optimizer_while_another_accumulates() -> None:
-    pairs, scaler = [pair(), pair()], hc.GradScaler("cpu", init_scale=8.0)
-    for step in range(6):
+@pytest.mark.parametrize("converted", [False, True])
+def test_an_optimizer_steps_while_another_accumulates(converted: bool) -> None:
+    """With a scaler, or where the models are converted on the way."""
+    pairs, scaler = [pair(), pair()], hc.GradScaler("cpu", init_scale=8.0, enabled=not converted)
+    for step in range(7):
         for place, both in enumerate(pairs):
             for model, _, loss_of in both:
+                if converted and step == 4:
+                    model.double()
                 value = loss_of(model, step + place)
                 (scaler.scale(value) if loss_of is loss else value).backward()
         for _, optimizer, loss_of in pairs[step % 2]:
@@ -148,27 +174,8 @@ def test_a_scaler_steps_one_optimizer_while_another_accumulates() -> None:
         check(both)
 
 
-@several
-def test_a_model_converted_while_another_optimizers_gradients_accumulate() -> None:
-    pairs = [pair(), pair()]
-    for step in range(7):
-        for place, both in enumerate(pairs):
-            for model, _, loss_of in both:
-                if step == 4:
-                    model.double()
-                loss_of(model, step + place).backward()
-        for _, optimizer, _ in pairs[step % 2]:
-            optimizer.step()
-            optimizer.zero_grad()
-    for both in pairs:
-        check(both)
-
-
-# ---------------------------------------------------------------------------------------------------- clearing and loading
-
-
 class OwnSignatures(torch.optim.SGD):
-    """Methods with other arguments and defaults than those of PyTorch."""
+    """Methods that extend those of PyTorch, with other arguments, defaults and values."""
 
     def zero_grad(self, names: Any = (), *, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
@@ -177,44 +184,35 @@ class OwnSignatures(torch.optim.SGD):
         super().load_state_dict(state_dict)
         return "strict" if strict else "not strict"
 
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+
     def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                parameter.data.sub_(0.1 * factor * parameter.grad)
+                parameter.grad *= factor
+        super().step(closure)
         return factor
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_arguments_and_values_of_the_wrapped_optimizers_methods(stage: int) -> None:
+def test_methods_that_an_optimizer_extends(stage: int) -> None:
     model = chain(2)
-    optimizer = wrap(model, OwnSignatures(model.parameters(), lr=0.1), shard=stage, elementwise=True)
+    bare = OwnSignatures(model[1].parameters(), lr=0.1)
+    optimizer = wrap(model, bare, shard=stage, elementwise=True)
+    assert isinstance(optimizer, OwnSignatures)
     loss(model, 0).backward()
     assert optimizer.step(factor=2.0) == 2.0
     optimizer.zero_grad(["any"])
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    own = list(model[1].parameters())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in own)
     optimizer.zero_grad(set_to_none=True)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    if stage == 0:
-        assert optimizer.load_state_dict(optimizer.state_dict(), strict=False) == "not strict"
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_clearing_after_a_group_of_parameters_that_have_gradients(gradients: bool) -> None:
-    both = pair(make=lambda model: torch.optim.SGD(model[1:].parameters(), lr=0.1))
-    for model, optimizer, loss_of in both:
-        for step in range(5):
-            loss_of(model, step).backward()
-            optimizer.step()
-            if step == 2:
-                assert model[0][0].weight.grad is not None
-                optimizer.add_param_group({"params": list(model[0].parameters())})
-            optimizer.zero_grad()
-            if step < 2 and not gradients:
-                model[0].zero_grad()
-    check(both)
-
-
-# ---------------------------------------------------------------------------------------------------- closures
+    assert all(parameter.grad is None for parameter in own)
+    assert stage or optimizer.load_state_dict(optimizer.state_dict(), strict=False) == "not strict"
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    loss(model, 1).backward()
+    assert optimizer.step() == 1.0
+    same_everywhere(model)
 
 
 class SAM(torch.optim.SGD):
@@ -222,8 +220,8 @@ class SAM(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        before = [parameter.clone() for group in self.param_groups for parameter in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = [parameter.clone() for parameter in parameters]
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.add_(parameter.grad, alpha=0.5)
@@ -236,9 +234,9 @@ class SAM(torch.optim.SGD):
         return value
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_a_step_with_a_closure_after_a_backward_pass(op: str) -> None:
-    both = pair(OPERATIONS[op], lambda model: SAM(model.parameters(), lr=0.1))
+@pytest.mark.parametrize("op", [hc.Average, hc.Sum])
+def test_a_step_with_a_closure_after_a_backward_pass(op: Any) -> None:
+    both = pair(op, lambda model: SAM(model.parameters(), lr=0.1))
     for model, optimizer, loss_of in both:
         for step in range(4):
             loss_of(model, step).backward()
@@ -291,23 +289,3 @@ def test_gradients_without_any_backward_pass_in_a_closure() -> None:
             optimizer.step(lambda: torch.ones(()))
             optimizer.zero_grad()
     check(both)
-
-
-# ---------------------------------------------------------------------------------------------------- schedules
-
-
-@pytest.mark.parametrize("stepped", [True, False])
-def test_a_schedule_made_before_wrapping_knows_of_steps(stepped: bool) -> None:
-    model = chain(1)
-    bare = sgd(model)
-    schedule = torch.optim.lr_scheduler.StepLR(bare, 1, gamma=0.5)
-    optimizer = wrap(model, bare)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(2):
-            loss(model, step).backward()
-            if stepped:
-                optimizer.step()
-            schedule.step()
-    assert any("lr_scheduler.step()" in str(warning.message) for warning in caught) == (not stepped)
-    assert optimizer.param_groups[0]["lr"] == 0.025

@@ -18,7 +18,7 @@ HARD_GRAPH = SCRIPTS / "hard_graph.py"
 
 def launch(**environment: str) -> tuple[int, list[str]]:
     """The number of buckets and the hashes of five runs in a job of three ranks: the fewest whose sums depend on their order."""
-    status, output = run_ranks(3, HARD_GRAPH, *["reentrant"] * 5, **environment)
+    status, output = run_ranks(3, HARD_GRAPH, "5", **environment)
     found = re.search(r"BUCKETS (\d+)\n.*HASHES (.*)", output)
     assert status == 0 and found is not None, output
     return int(found[1]), found[2].split()
@@ -31,11 +31,9 @@ def test_ten_runs_in_two_jobs_end_in_one_hash_and_reduce_each_bucket_once_per_st
     assert len(hashes) == 10 and len(set(hashes)) == 1, hashes
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
-    named = [event for event in events if event.get("name") == "process_name" and "name" in event["args"]]
-    names = {event["pid"]: event["args"]["name"] for event in named}
-    started = [event for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE"]
-    reduced = Counter(names[event["pid"]] for event in started)
-    counts = [count for name, count in reduced.items() if ".bucket." in name]
+    names = {one["pid"]: one["args"].get("name") for one in events if one.get("name") == "process_name"}
+    started = [one["pid"] for one in events if one.get("ph") == "B" and one.get("name") == "ALLREDUCE"]
+    counts = [count for pid, count in Counter(started).items() if ".bucket." in names[pid]]
     assert len(counts) == buckets > 15
     assert set(counts) == {runpy.run_path(str(HARD_GRAPH))["STEPS"]}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +15,21 @@ PRESCALE, POSTSCALE = 0.375, 4.0
 Scatter = Callable[..., torch.Tensor]
 
 
-def one_by_handle(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    return hc.synchronize(hc.reducescatter_async(tensor, **options))
-
-
-def in_a_group(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    first, second = hc.grouped_reducescatter([tensor, 2 * tensor], **options)
+def first_of(results: list[torch.Tensor]) -> torch.Tensor:
+    """The first result of a group, of which the second is the double."""
+    first, second = results
     assert torch.equal(second, 2 * first)
     return first
 
 
-def group_by_handle(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    first, second = hc.synchronize(hc.grouped_reducescatter_async([tensor, 2 * tensor], **options))
-    assert torch.equal(second, 2 * first)
-    return first
+SCATTERS: dict[str, Scatter] = {
+    "one": hc.reducescatter,
+    "one by handle": lambda tensor, **options: hc.synchronize(hc.reducescatter_async(tensor, **options)),
+    "a group": lambda tensor, **options: first_of(hc.grouped_reducescatter([tensor, 2 * tensor], **options)),
+    "a group by handle": lambda tensor, **options: first_of(
+        hc.synchronize(hc.grouped_reducescatter_async([tensor, 2 * tensor], **options))
+    ),
+}
 
 
 def rows_of(rank: int, rows: int, ranks: int) -> slice:
@@ -43,13 +43,13 @@ def whole(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return 8 * (torch.arange(15).reshape(5, 3) + rank).to(dtype)
 
 
-@pytest.mark.parametrize("scatter", [hc.reducescatter, one_by_handle, in_a_group, group_by_handle])
+@pytest.mark.parametrize("scatter", SCATTERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
-def test_the_input_is_scaled_with_fusion_off(scatter: Scatter, dtype: torch.dtype) -> None:
+def test_the_input_is_scaled_with_fusion_off(scatter: str, dtype: torch.dtype) -> None:
     own = whole(hc.rank(), dtype)
     before = own.clone()
-    name = f"scaled.{getattr(scatter, '__name__')}.{dtype}"  # noqa: B009
-    got = scatter(own, name=name, op=hc.Sum, prescale_factor=PRESCALE, postscale_factor=POSTSCALE)
+    options = {"name": f"scaled.{scatter}.{dtype}", "op": hc.Sum}
+    got = SCATTERS[scatter](own, prescale_factor=PRESCALE, postscale_factor=POSTSCALE, **options)
     expected = sum(whole(rank, torch.float64) for rank in range(hc.size())) * PRESCALE * POSTSCALE
     assert got.dtype == dtype
     assert torch.equal(got.double(), expected[rows_of(hc.rank(), 5, hc.size())])
@@ -73,8 +73,8 @@ def test_the_mean_compressed_with_gradients() -> None:
 
 @pytest.mark.ranks(gloo=(2,), mpi=(4,))
 @pytest.mark.parametrize("name", [None, "gradients"])
-@pytest.mark.parametrize("scatter", [hc.reducescatter, in_a_group])
-def test_gradients_where_ranks_have_counted_different_operations(scatter: Scatter, name: str | None) -> None:
+@pytest.mark.parametrize("scatter", ["one", "a group"])
+def test_gradients_where_ranks_have_counted_different_operations(scatter: str, name: str | None) -> None:
     """Horovod numbers unnamed operations; one rank has one of its own between the forward and the backward pass."""
     sets = [hc.add_process_set([rank]) for rank in range(hc.size())]
     alone = sets[hc.rank()]
@@ -87,7 +87,7 @@ def test_gradients_where_ranks_have_counted_different_operations(scatter: Scatte
     hc.synchronize(handle)
     count(max(hc.allgather_object(handle)) - handle)
     own = torch.ones(2 * hc.size(), 3, requires_grad=True)
-    got = scatter(own, name=name, op=hc.Sum, postscale_factor=2.0)
+    got = SCATTERS[scatter](own, name=name, op=hc.Sum, postscale_factor=2.0)
     count(hc.rank())
     (got * (hc.rank() + 1)).sum().backward()
     expected = torch.arange(1, hc.size() + 1).repeat_interleave(2)[:, None] * 2.0 * hc.size()
@@ -101,10 +101,9 @@ def test_gradients_where_ranks_have_counted_different_operations(scatter: Scatte
 def test_in_a_process_set() -> None:
     some = hc.add_process_set(range(hc.size() - 1))
     if some.included():
-        options = {"name": "in.a.set", "op": hc.Sum, "process_set": some}
-        got = hc.reducescatter(torch.ones(4, 2), prescale_factor=3.0, **options)
-        assert torch.equal(got, torch.full_like(got, 3.0 * some.size()))
-        assert got.shape[0] == len(range(4)[rows_of(some.rank(), 4, some.size())])
+        rows = torch.ones(4, 2)
+        got = hc.reducescatter(rows, name="set", op=hc.Sum, prescale_factor=3.0, process_set=some)
+        assert torch.equal(got, 3.0 * some.size() * rows[rows_of(some.rank(), 4, some.size())])
     hc.barrier()
     hc.remove_process_set(some)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -14,12 +15,10 @@ from hvd_ckpt.snapshots import writer
 
 
 def fails_on_its_third_call(function: Any) -> Any:
-    calls = 0
+    calls = itertools.count(1)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        if next(calls) == 3:
             raise RuntimeError("planted on rank 1")
         return function(*args, **kwargs)
 
@@ -41,15 +40,13 @@ class Fails(torch.autograd.Function):
         return gradient
 
 
-place = sys.argv[1]
+place, *flags = sys.argv[1:]
 rank = next(int(os.environ[name]) for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
-if rank == 1:
+if rank == 1 and place == "backward":
     loss = NextOrHiddenToken.loss
-    if place == "backward":
-        NextOrHiddenToken.loss = lambda *args: Fails.apply(loss(*args))
-    elif place == "writer":
-        writer.write_content = fails_on_its_third_call(writer.write_content)
-    else:
-        raise ValueError(f"no place '{place}'")
-sys.argv[1:] = ["train", *sys.argv[2:]]
+    NextOrHiddenToken.loss = lambda *args: Fails.apply(loss(*args))
+elif rank == 1:
+    assert place == "writer"
+    writer.write_content = fails_on_its_third_call(writer.write_content)
+sys.argv[1:] = ["train", *flags]
 main()

@@ -21,9 +21,8 @@ import hvd_ckpt as hc
 from hvd_ckpt.processes.ancestry import end_with_parent
 
 CASE = sys.argv[1]
-AT_STEP = (
-    0 if CASE == "unit" else 2
-)  # a unit that ranks have used together is gathered ahead, whether it is used or not
+# A unit that ranks have used together is gathered ahead, whether it is used or not.
+AT_STEP = 0 if CASE == "unit" else 2
 SHARDED = CASE in ("alone", "unit", "gone")
 
 hc.init(stall_timeout=300)

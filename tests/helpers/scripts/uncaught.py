@@ -12,9 +12,8 @@ import hvd_ckpt as hc
 case = sys.argv[1]
 if case == "hook":
     sys.excepthook = lambda kind, error, trace: print(f"own hook: {error}", file=sys.stderr)
-if (
-    case == "differ" and os.environ["HOROVOD_RANK"] == "2"
-):  # as with the backport of exception groups on Python 3.10
+if case == "differ" and os.environ["HOROVOD_RANK"] == "2":
+    # As with the backport of exception groups on Python 3.10.
     sys.excepthook = lambda *error: sys.__excepthook__(*error)
     sys.excepthook.__module__ = "exceptiongroup._formatting"
 hc.init()
