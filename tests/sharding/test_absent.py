@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from one_process import wrap
+from same import assert_same
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hvd_ckpt as hc
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
+
+GATHERED = r"optimizer\.gathered_parameters\(\)"
 
 
 class Scale(nn.Module):
@@ -40,7 +43,8 @@ def train(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-READERS: dict[str, Callable[[nn.Module], Any]] = {
+# More: tests/differential/hand.py
+USES: dict[str, Callable[[Any], Any]] = {
     "norm": lambda model: sum(one.norm() for one in model.parameters()),
     "detach": lambda model: [one.detach() for one in model.parameters()],
     "data": lambda model: [one.data for one in model.parameters()],
@@ -59,6 +63,8 @@ READERS: dict[str, Callable[[nn.Module], Any]] = {
     "pickled": pickle.dumps,
     "saved": lambda model: torch.save(model, io.BytesIO()),
     "state": lambda model: model.state_dict(),
+    "state of a part": lambda model: model[0].state_dict(),
+    "loaded": lambda model: model.load_state_dict({}),
     "saved parameter": lambda model: torch.save(model[0].weight, io.BytesIO()),
     "averaged": AveragedModel,
 }
@@ -67,47 +73,12 @@ READERS: dict[str, Callable[[nn.Module], Any]] = {
 def test_reading_or_writing_values_is_an_error_that_says_what_to_do(split: tuple[Any, Any]) -> None:
     model, optimizer = split
     train(model, optimizer)
-    for name, read in READERS.items():
-        with pytest.raises(RuntimeError, match=r"split over the ranks.*optimizer\.gathered_parameters\(\)"):
-            print(name, read(model))
+    for name, use in USES.items():
+        with pytest.raises(RuntimeError, match=rf"split over the ranks.*{GATHERED}"):
+            print(name, use(model))
     with pytest.raises(RuntimeError, match=r"parameter '1\.factor'"):
         model[1].factor.mul(2)
-    with optimizer.gathered_parameters():
-        assert READERS["norm"](model) > 0 and type(model[0].weight) is nn.Parameter
-        twin = copy.deepcopy(model)
-    assert all(type(one) is nn.Parameter for one in twin.parameters())
     train(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 4))
-    model[3].weight = model[0].weight  # tied
-    optimizer = wrap(model, shard=stage)
-    train(model, optimizer)
-    state = optimizer.full_model_state_dict(model)
-    assert (state is None) == (hc.rank() > 0)
-    if stage == 3:
-        with pytest.raises(RuntimeError, match="gathered_parameters"):
-            model.state_dict()
-        assert {one.untyped_storage().nbytes() for one in model.parameters()} == {4}
-    everywhere = optimizer.full_model_state_dict(model, all_ranks=True)
-    with optimizer.gathered_parameters():
-        inside = optimizer.full_model_state_dict(model, all_ranks=True)
-        wanted = copy.deepcopy(model.state_dict())
-    train(model, optimizer)  # changes none of the copies
-    for found in (everywhere, inside) if state is None else (everywhere, inside, state):
-        assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
-    with optimizer.gathered_parameters():
-        assert not torch.equal(wanted["0.weight"], model[0].weight)
-        model.load_state_dict(everywhere)
-    again = optimizer.full_model_state_dict(model, all_ranks=True)
-    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
-    model[2].register_forward_hook(lambda *_: optimizer.full_model_state_dict(model))
-    if stage == 3:
-        with pytest.raises(RuntimeError, match="inside a forward or backward pass"):
-            model(torch.ones(2, 4))
 
 
 def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() -> None:
@@ -121,6 +92,68 @@ def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() ->
         with optimizer.gathered_parameters():
             average.update_parameters(model)
     assert all(one.isfinite().all() for one in average.parameters())
+
+
+def test_within_gathered_parameters_a_model_is_as_without_shards(split: tuple[Any, Any]) -> None:
+    """It is read, copied, written and run; other data, and another dtype, are refused."""
+    model, optimizer = split
+    x, weight = torch.ones(2, 4), model[0].weight
+    train(model, optimizer)
+    with torch.no_grad():
+        wanted = model(x)
+    with optimizer.gathered_parameters():
+        assert USES["norm"](model) > 0 and type(weight) is nn.Parameter
+        twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert torch.equal(model(x), wanted)
+        state = {name: value / 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        model[2].bias.data = torch.ones(4)
+    for twin in twins:
+        assert all(type(one) is nn.Parameter for one in twin.parameters())
+        twin(x).sum().backward()
+        assert torch.equal(twin(x), wanted)
+    twins[0].load_state_dict(state)
+    twins[0][2].bias.data.fill_(1)
+    assert torch.equal(model(x), twins[0](x))
+
+    with pytest.raises(RuntimeError, match="has become torch.float64"), optimizer.gathered_parameters():
+        model.double()
+    optimizer.full_state_dict()
+    weight.data = torch.zeros_like(weight)
+    for use in (optimizer.full_state_dict, lambda: model(x)):
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was given data outside"):
+            use()
+    optimizer.unshard()
+    assert torch.equal(model(x), twins[0](x)) and torch.equal(copy.deepcopy(model)(x), model(x))
+    model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 4))
+    model[3].weight = model[0].weight  # tied
+    optimizer = wrap(model, shard=stage)
+    train(model, optimizer)
+    state = optimizer.full_model_state_dict(model)
+    assert (state is None) == (hc.rank() > 0)
+    if stage == 3:
+        assert {one.untyped_storage().nbytes() for one in model.parameters()} == {4}
+    copies = [optimizer.full_model_state_dict(model, all_ranks=True)]
+    with optimizer.gathered_parameters():
+        copies.append(optimizer.full_model_state_dict(model, all_ranks=True))
+        wanted = copy.deepcopy(model.state_dict())
+    train(model, optimizer)  # changes none of the copies
+    for found in copies if state is None else [*copies, state]:
+        assert_same(dict(found), dict(wanted))
+        assert found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
+    with optimizer.gathered_parameters():
+        assert not torch.equal(wanted["0.weight"], model[0].weight)
+        model.load_state_dict(copies[0])
+    assert_same(dict(optimizer.full_model_state_dict(model, all_ranks=True)), dict(wanted))
+    model[2].register_forward_hook(lambda *_: optimizer.full_model_state_dict(model))
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="inside a forward or backward pass"):
+            model(torch.ones(2, 4))
 
 
 def test_what_needs_no_values_works(split: tuple[Any, Any]) -> None:
