@@ -11,7 +11,19 @@ from torch import nn
 
 from hvd_ckpt.utils.elementwise import check_elementwise
 
-KNOWN = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+KNOWN = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
 OTHERS = [name for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)]
 REFUSED = r"{} .*shard='none'"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
 import pytest
 import torch
-from one_process import WIDTH, batch, chain, difference, fingerprint, wrap
+from one_process import WIDTH, chain, difference, fingerprint, loss, same_everywhere, train, wrap
+from same import assert_same
 from torch import nn
 
 import hvd_ckpt as hc
@@ -25,13 +27,12 @@ def _small_is_not_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_ckpt.sharding.in_flight.SMALL_BYTES", 0)
 
 
-def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return wrap(model, optimizer, **{"shard": 2, "bucket_cap_mb": ONE_LAYER, **options})
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def backward(model: nn.Module, step: int, rank: int, part: int = 0) -> None:
-    (model(batch(step, rank, part)) - 0.3).square().mean().backward()
+def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    return wrap(model, optimizer or momentum(model), shard=2, bucket_cap_mb=ONE_LAYER)
 
 
 class Choosing(nn.Module):
@@ -62,7 +63,7 @@ def test_the_same_bits_whenever_gradients_arrive() -> None:
             for part in range(int(torch.randint(0, 4, (), generator=draw))):
                 length = int(torch.randint(1, 7, (), generator=draw))
                 model.use = torch.randint(0, 4, (length,), generator=draw).tolist()
-                backward(model, step, hc.rank(), part)
+                loss(model, 4 * step + part).backward()
             optimizer.step()
             orders.append(optimizer.reduction_stats.last.launch_order)
         runs.append((fingerprint(model), orders))
@@ -73,17 +74,15 @@ def test_the_same_bits_whenever_gradients_arrive() -> None:
 def test_groups_are_sent_in_the_learned_order_and_added_in_that_of_ranks() -> None:
     """Here against the order of registration; one process that adds the ranks' gradients in turn has the same bits."""
     torch.manual_seed(7)
-    model, whole = Choosing(), Choosing()
-    whole.load_state_dict(model.state_dict())
-    model.use = whole.use = [3, 2, 1, 0]
-    optimizer, plain = split(model), torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    model = Choosing()
+    model.use = [3, 2, 1, 0]
+    whole = copy.deepcopy(model)
+    optimizer, plain = split(model), momentum(whole)
     for step in range(4):
-        optimizer.zero_grad()
-        backward(model, step, hc.rank())
-        optimizer.step()
+        train(model, optimizer, range(step, step + 1))
         plain.zero_grad()
         for rank in range(hc.size()):
-            backward(whole, step, rank)
+            loss(whole, step, rank).backward()
         for parameter in whole.parameters():
             parameter.grad /= hc.size()
         plain.step()
@@ -162,39 +161,33 @@ def test_no_hang_where_the_backward_pass_has_other_collectives(monkeypatch: pyte
         optimizer.zero_grad()
         (model(torch.ones(1, WIDTH)) * (1 + hc.rank())).sum().backward()
         optimizer.step()
-    weights = fingerprint(model)
-    assert all(other == weights for other in hc.allgather_object(weights))
+    same_everywhere(model)
 
 
 @several
 def test_a_converted_parameter_is_an_error_on_every_rank() -> None:
     model = chain()
     optimizer = split(model)
-    for step in range(2):
-        backward(model, step, hc.rank())
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
     if hc.rank() == 1:
         model[2][0].double()
         model[2][0].register_forward_pre_hook(lambda _, inputs: inputs[0].double())
         model[2][0].register_forward_hook(lambda *call: call[2].float())
-    backward(model, 2, hc.rank())
+    loss(model, 2).backward()
     with pytest.raises(RuntimeError, match=r"parameter '2\.0\.\w+' has become torch.float64.* torch.float32"):
         optimizer.step()
     assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
 
 
 def test_half_precision_is_added_in_float32() -> None:
-    torch.manual_seed(7)
     model = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
     optimizer = split(model)
-    rows = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(hc.size())]
-    rows = [row.bfloat16() for row in rows]
+    torch.manual_seed(5)
+    rows = [torch.randn(WIDTH, WIDTH).bfloat16() for _ in range(hc.size())]
     model.weight.grad = rows[hc.rank()]
     optimizer.synchronize()
     mean = sum(row.float() for row in rows) / hc.size()
     for piece in optimizer.pieces:
-        if piece.name == "weight":
-            assert torch.equal(piece.parameter.grad, mean.flatten()[piece.start : piece.stop])
-        else:
-            assert piece.parameter.grad is None
+        wanted = mean.flatten()[piece.start : piece.stop] if piece.name == "weight" else None
+        assert_same(piece.parameter.grad, wanted)

@@ -146,6 +146,35 @@ def replayed(model: Any) -> None:
         apply_policy(block, DROPS)
 
 
+def shared() -> nn.Module:
+    model = stack(3)
+    model.blocks[2].inner.weight = model.blocks[0].inner.weight
+    model.blocks.append(model.blocks[1])
+    return model
+
+
+class Holder(nn.Module):
+    """Never runs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.ParameterList([torch.ones(WIDTH)])
+        self.parts = nn.ModuleDict({"one": Block(), "two": Block()})
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Holder() for _ in range(2)])
+        self.last = nn.ModuleList([Block(), nn.ModuleList([Block(), Block()])])
+
+    def forward(self, x: Any) -> Any:
+        for holder in self.blocks:
+            for part in holder.parts.values():
+                x = part(x) + holder.shift[0]
+        return self.last[1][1](self.last[1][0](self.last[0](x)))
+
+
 class Case(NamedTuple):
     """A model; its number of units, with that of the model; the units, if they are not found; what is done to the split model."""
 
@@ -175,6 +204,12 @@ CASES = {
         lambda: stack(3),
         4,
         lambda model: [model.blocks[0], model.blocks[0].inner, [model.blocks[1], model.blocks[2]]],
+    ),
+    "shared parts": Case(shared, 3),
+    "parts of modules that never run": Case(Nested, 8),
+    "parts of those that are named": Case(Nested, 6, lambda model: [model.last, model.blocks[0].parts]),
+    "parts of those that are named together": Case(
+        Nested, 3, lambda model: [[model.last], [model.blocks[0].parts, model.blocks[1].parts["one"]]]
     ),
 }
 
@@ -244,16 +279,6 @@ def test_the_model_runs_without_its_optimizer_and_nothing_keeps_the_model() -> N
         assert [one() for one in left] == [None] * 3
 
 
-# -------------------------------------------------------------------------------------- which modules are a unit
-
-
-def shared() -> nn.Module:
-    model = stack(3)
-    model.blocks[2].inner.weight = model.blocks[0].inner.weight
-    model.blocks.append(model.blocks[1])
-    return model
-
-
 def test_what_units_share_belongs_to_that_of_the_model() -> None:
     model: Any = shared()
     *_, last = find_units(model)
@@ -261,42 +286,6 @@ def test_what_units_share_belongs_to_that_of_the_model() -> None:
         id(model.blocks[0].inner.weight),
         *map(id, model.blocks[1].parameters()),
     ]
-    train(pairs_of(shared))
-
-
-class Holder(nn.Module):
-    """Never runs itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.ParameterList([torch.ones(WIDTH)])
-        self.parts = nn.ModuleDict({"one": Block(), "two": Block()})
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Holder() for _ in range(2)])
-        self.last = nn.ModuleList([Block(), nn.ModuleList([Block(), Block()])])
-
-    def forward(self, x: Any) -> Any:
-        for holder in self.blocks:
-            for part in holder.parts.values():
-                x = part(x) + holder.shift[0]
-        return self.last[1][1](self.last[1][0](self.last[0](x)))
-
-
-@pytest.mark.parametrize(
-    ("units", "count"),
-    [
-        (lambda model: None, 8),
-        (lambda model: [model.last, model.blocks[0].parts], 6),
-        (lambda model: [[model.last], [model.blocks[0].parts, model.blocks[1].parts["one"]]], 3),
-    ],
-)
-def test_units_that_never_run_are_replaced_by_their_children(units: Any, count: int) -> None:
-    assert len(find_units(model := Nested(), units(model))) == count
-    train(pairs_of(Nested, units))
 
 
 @pytest.mark.parametrize(
