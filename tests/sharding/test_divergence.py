@@ -49,9 +49,9 @@ def steps(model: nn.Module, optimizer: Any, count: int, chosen: Any) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, optimizer: Any, chosen: Any) -> None:
-    for _ in range(2):
-        model(torch.ones(2, 6), chosen())
+def evaluate(model: nn.Module, optimizer: Any, count: int, chosen: Any) -> None:
+    for _ in range(count):
+        model(torch.ones(2, 6), chosen)
     optimizer.synchronize()
 
 
@@ -65,10 +65,9 @@ def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pyte
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = wrap(model, torch.optim.SGD(trained, lr=0.1), shard=3)
     steps(model, optimizer, 2, range(4))
+    run = evaluate if kind == "evaluated" else steps
     with pytest.raises(RuntimeError, match=r"rank 0 waits .*rank 1 waits .*units=\[\]") as error:
-        evaluate(model, optimizer, CHOSEN[case]) if kind == "evaluated" else steps(
-            model, optimizer, 2, CHOSEN[case]()
-        )
+        run(model, optimizer, 2, CHOSEN[case]())
     assert "'experts." in str(error.value) or "the model, a Experts" in str(error.value)
 
 
@@ -101,5 +100,4 @@ def test_modules_outside_of_a_forward_pass_may_be_recomputed_any_number_of_times
             model["last"](x).square().mean().backward()
             optimizer.step()
         models.append(whole_weights(model, optimizer))
-    for name, value in models[0].items():
-        torch.testing.assert_close(models[1][name], value)
+    torch.testing.assert_close(models[1], models[0])

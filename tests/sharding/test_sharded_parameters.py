@@ -327,12 +327,6 @@ class Structured(Block):
         return Output(hidden, {"penalty": [hidden.square().mean()]})
 
 
-class LeavesALoss(Block):
-    def forward(self, x: Any) -> Any:
-        self.losses = [self.inner(x).square().mean()]
-        return super().forward(x)
-
-
 class ChangesItsInput(Block):
     def forward(self, x: Any) -> Any:
         return self.outer(self.inner(nn.functional.relu_(x)))
@@ -367,7 +361,6 @@ def mean(model: Any, output: torch.Tensor) -> torch.Tensor:
     ("kind", "around", "loss"),
     [
         (Structured, plainly, lambda model, output: output.hidden.sum() + output.losses["penalty"][0]),
-        (LeavesALoss, plainly, lambda model, output: sum(block.losses[0] for block in model.blocks)),
         (ChangesItsInput, with_the_changed_input, mean),
         (TakesOneTwice, lambda block, x: block(x, x), mean),
         (ReturnsParameters, with_the_parameters, mean),
@@ -478,4 +471,4 @@ def test_whatever_a_unit_leaves_elsewhere_than_in_its_output(place: str) -> None
                 block.kept = None
             optimizer.step()
         assert whole(pairs[0][0]) == []
-    assert_same_weights(*pairs[0], *pairs[1])
+    assert_same_weights(*pairs[0], *pairs[1], exact=False)  # the rounds of two passes add up in another order

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from horovod.common import process_sets
-from one_process import wrap
-from sharded import distribute
+from one_process import WIDTH, chain, train, wrap
+from same import assert_same, whole_weights
 from torch import nn
 
 import hvd_ckpt as hc
@@ -25,13 +25,10 @@ def test_groups_with_shards_of_their_own_gather_among_themselves(within: list[li
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
         model = hc.CheckpointSequential([*blocks, *blocks[1:2] * (wire == "int8")], segments=2)
-        optimizer = distribute(
-            torch.optim.AdamW(model.parameters(), lr=1e-2), model=model, shard=3, wire=wire, **options
-        )
-        traffic, sent = optimizer.traffic, []
-        losses = []
+        optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), shard=3, wire=wire, **options)
+        traffic, sent, losses = optimizer.traffic, [], []
         for step in range(4):
-            before = traffic.sent["all_gather"], traffic.sent["reduce_scatter"]
+            before = traffic.sent["all_gather"] + traffic.sent["reduce_scatter"]
             for batch in range(1 + step % 2):
                 torch.manual_seed(10 * step + batch + 100 * hc.rank())
                 loss = model(torch.randn(3, 64)).square().mean()
@@ -39,41 +36,38 @@ def test_groups_with_shards_of_their_own_gather_among_themselves(within: list[li
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            sent.append(traffic.sent["all_gather"] + traffic.sent["reduce_scatter"] - sum(before))
+            sent.append(traffic.sent["all_gather"] + traffic.sent["reduce_scatter"] - before)
             with torch.no_grad():
                 losses += [model(torch.ones(1, 64)).mean(), model(torch.ones(1, 64)).mean()]
             if step == 1:
                 with optimizer.gathered_parameters():
                     blocks[2][0].weight.data.mul_(0.5)
-        with optimizer.gathered_parameters():
-            losses += [parameter.detach().clone() for parameter in model.parameters()]
-        return losses, sent, traffic.sent["gather_within"]
+        return [*losses, *whole_weights(model, optimizer).values()], sent, traffic.sent["gather_within"]
 
     (plain, all_sent, none), (grouped, sent, inside) = run(), run(within=within)
-    assert len(plain) == len(grouped)
-    assert all(map(torch.equal, plain, grouped))
+    assert_same(grouped, plain)
     assert none == 0 < inside
     if wire == "fp32":
-        assert 3 * sent[0] == 2 * all_sent[0], (
-            "forward gathers and reduce-scatters cross, backward gathers do not"
-        )
-        assert 3 * sent[1] == all_sent[1], (
-            "what evaluation has gathered serves the micro-batches of the next step"
-        )
+        # Forward gathers and reduce-scatters cross, backward gathers do not.
+        assert 3 * sent[0] == 2 * all_sent[0]
+        # What evaluation has gathered serves the micro-batches of the next step.
+        assert 3 * sent[1] == all_sent[1]
 
 
 @pytest.mark.ranks(gloo=(4,))
 def test_every_step_reaches_the_copies_within_groups() -> None:
     """Also one on gradients of one's own, or whose hook fails after the update; process sets are given back."""
 
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
     def run(**options: Any) -> tuple[list[float], set[int]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        model = chain(3)
         optimizer = wrap(model, shard=3, **options)
 
         def evaluated() -> float:
             with torch.no_grad():
-                return model(torch.ones(2, 8)).sum().item()
+                return model(torch.ones(2, WIDTH)).sum().item()
 
         found = [evaluated()]
         for piece in optimizer.pieces:
@@ -81,18 +75,15 @@ def test_every_step_reaches_the_copies_within_groups() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         found.append(evaluated())
-        model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
         handle = optimizer.register_step_post_hook(fail)
         with pytest.raises(ArithmeticError):
             optimizer.step()
         handle.remove()
         found.append(evaluated())
-        sets = process_sets._basics._get_process_set_ids_and_ranks()
+        sets = set(process_sets._basics._get_process_set_ids_and_ranks())
         optimizer.unshard()
-        return found, set(sets) - set(process_sets._basics._get_process_set_ids_and_ranks())
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError
+        return found, sets - set(process_sets._basics._get_process_set_ids_and_ranks())
 
     plain, _ = run()
     grouped, added = run(within=[[0, 3], [1, 2]])
@@ -101,18 +92,15 @@ def test_every_step_reaches_the_copies_within_groups() -> None:
 
 
 def test_groups_that_serve_nothing() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    with pytest.raises(ValueError, match="needs shard parameters"):
-        wrap(model, shard=2, within="host")
-    for within, message in (
-        ("rack", "'rack'"),
-        ([[0], [1]], "each group is one rank"),
-        ([[0]], "each of the ranks"),
+    model = chain(2)
+    for shard, within, message in (
+        (2, "host", "needs shard parameters"),
+        (3, "rack", "'rack'"),
+        (3, [[0], [1]], "each group is one rank"),
+        (3, [[0]], "each of the ranks"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrap(model, shard=3, within=within)
+            wrap(model, shard=shard, within=within)
     optimizer = wrap(model, shard=3, within="host")  # all ranks are on one host
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
+    train(model, optimizer, range(1))
     assert optimizer.traffic.sent["gather_within"] == 0 < optimizer.traffic.sent["all_gather"]
