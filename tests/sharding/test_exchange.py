@@ -68,21 +68,6 @@ def test_every_format_adds_and_gathers_every_type(
             assert torch.equal(whole, travelled)
 
 
-@needs_others
-def test_sums_have_the_bits_of_rank_order_and_of_an_allreduce_of_two(exchange: Exchange) -> None:
-    contributions = flats(numel=2**18 * exchange.ranks)
-    mine = contributions[exchange.rank]
-    scale = 1 / exchange.ranks
-    total = own(contributions[0], exchange).clone()
-    for other in contributions[1:]:
-        total += own(other, exchange)
-    for _ in range(3):
-        assert torch.equal(exchange.reduce_scatter(mine, "sum", scale).wait(), total * scale)
-    if exchange.ranks == 2:
-        average = hc.allreduce(mine, name="test.average", op=hc.Average)
-        assert torch.equal(own(average, exchange), total * scale)
-
-
 def test_transfers_overlap_across_a_rename(exchange: Exchange) -> None:
     flat = torch.ones(exchange.ranks * 4)
     early = exchange.reduce_scatter(flat, "sum")
@@ -91,21 +76,6 @@ def test_transfers_overlap_across_a_rename(exchange: Exchange) -> None:
     assert late.wait().tolist() == [2.0 * exchange.ranks] * 4
     assert early.wait().tolist() == [1.0 * exchange.ranks] * 4
     assert early.done() and early.wait() is early.wait()
-
-
-@needs_others
-def test_a_process_set_exchanges_among_its_own() -> None:
-    process_set = hc.add_process_set(list(range(1, hc.size())))
-    if hc.rank() > 0:
-        exchange = Exchange(process_set, "test.set")
-        assert (exchange.ranks, exchange.rank) == (hc.size() - 1, hc.rank() - 1)
-        whole = torch.full((exchange.ranks, SHARD), float(hc.rank()))
-        sums = exchange.reduce_scatter(whole.view(-1), "sum", 1.0, FP32).wait()
-        assert sums.tolist() == [sum(range(1, hc.size()))] * SHARD
-        for format in (FP32, INT8):
-            exchange.all_gather(whole[exchange.rank], whole.view(-1), "whole", format).wait()
-            assert torch.allclose(whole[:, 0], torch.arange(1.0, hc.size()))
-    hc.remove_process_set(process_set)
 
 
 @needs_others

@@ -164,40 +164,23 @@ def test_hooks_after_a_step_find_updated_weights_on_every_rank(stage: int) -> No
     same(*pairs[0], *pairs[1])
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """Defazio et al. (2024) in its simplest form: weights are y while training, and x, an average of z, in evaluation."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {"lr": 0.1, "beta": 0.9, "k": 0})
+class Averaging(torch.optim.SGD):
+    """Moves weights by way of its state in two further methods, as schedule-free optimizers do (Defazio et al., 2024)."""
 
     @torch.no_grad()
-    def move(self, weight: Callable[[float], float]) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if "z" in self.state[parameter]:
-                    parameter.lerp_(end=self.state[parameter]["z"], weight=weight(group["beta"]))
-
     def eval(self) -> None:
-        self.move(lambda beta: 1 - 1 / beta)
-
-    def train(self) -> None:
-        self.move(lambda beta: 1 - beta)
+        for parameter in parameters(self):
+            parameter.add_(self.state[parameter]["momentum_buffer"], alpha=0.5)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    z = self.state[parameter].setdefault("z", parameter.clone())
-                    parameter.lerp_(end=z, weight=1 / group["k"])
-                    parameter.add_(gradient, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
-                    z.sub_(gradient, alpha=group["lr"])
+    def train(self) -> None:
+        for parameter in parameters(self):
+            parameter.sub_(self.state[parameter]["momentum_buffer"], alpha=0.5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("inside", [False, True])
-def test_schedule_free_optimizers_change_to_evaluation_and_back(inside: bool, stage: int) -> None:
+def test_methods_that_move_weights_see_weights_and_state(inside: bool, stage: int) -> None:
     outputs: list[Any] = []
 
     def evaluate(model: nn.Module, optimizer: Any) -> None:
@@ -206,7 +189,10 @@ def test_schedule_free_optimizers_change_to_evaluation_and_back(inside: bool, st
             outputs.append((model(torch.ones(2, WIDTH)), whole_weights(model, optimizer)))
         optimizer.train()
 
-    acts_as_without_shards(evaluate, stage, ScheduleFree, inside, elementwise=True)
+    def averaging(groups: Any) -> torch.optim.Optimizer:
+        return Averaging(groups, lr=0.1, momentum=0.9)
+
+    acts_as_without_shards(evaluate, stage, averaging, inside, elementwise=True)
     torch.testing.assert_close(*outputs)
 
 
