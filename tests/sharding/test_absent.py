@@ -70,25 +70,18 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_reading_or_writing_values_is_an_error_that_says_what_to_do(split: tuple[Any, Any]) -> None:
-    model, optimizer = split
-    train(model, optimizer)
-    for name, use in USES.items():
-        with pytest.raises(RuntimeError, match=rf"split over the ranks.*{GATHERED}"):
-            print(name, use(model))
-    with pytest.raises(RuntimeError, match=r"parameter '1\.factor'"):
-        model[1].factor.mul(2)
-    train(model, optimizer)
-
-
-def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() -> None:
-    model = nn.Linear(4, 4)
+def test_reading_or_writing_values_is_an_error_that_says_what_to_do() -> None:
+    """Also for an average that was made before, which would be nan."""
+    model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = wrap(model, shard=3)
     for _ in range(2):
         train(model, optimizer)
-        with pytest.raises(RuntimeError, match="gathered_parameters"):
-            average.update_parameters(model)
+        for name, use in {**USES, "averaged once more": average.update_parameters}.items():
+            with pytest.raises(RuntimeError, match=rf"split over the ranks.*{GATHERED}"):
+                print(name, use(model))
+        with pytest.raises(RuntimeError, match=r"parameter '1\.factor'"):
+            model[1].factor.mul(2)
         with optimizer.gathered_parameters():
             average.update_parameters(model)
     assert all(one.isfinite().all() for one in average.parameters())

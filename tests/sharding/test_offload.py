@@ -72,15 +72,6 @@ def test_the_bits_are_those_without_offload(name: str, options: dict[str, Any], 
     assert not list(tmp_path.iterdir())
 
 
-def test_bytes_are_those_of_the_state(tmp_path: Path) -> None:
-    offload, optimizer = Offload(tmp_path, CPU), made()
-    offload.step(optimizer, optimizer.step)
-    assert offload.bytes == 2 * 4 * sum(SIZES)
-    master = offload.empty(1024, torch.float32).fill_(1.5)
-    offload.release(master)
-    assert bool((master == 1.5).all())
-
-
 class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         self.param_groups[0]["lr"] *= 0.999999

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from one_process import wrap
-from same import assert_same, assert_same_weights
+from same import assert_same, assert_same_weights, whole_weights
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from ways import by_function, plainly, reentrant
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.plan import BlockPlan, Plan, parameter_shapes
-from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, apply_policy
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, apply_policy, in_chunks
 from hvd_ckpt.recompute.tape import Policy
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.memory import measure_peak
@@ -59,11 +59,12 @@ class Stack(nn.Module):
 class Net(Stack):
     """A tied embedding around three blocks."""
 
-    def __init__(self, around: Callable[..., Any]) -> None:
+    def __init__(self, around: Callable[..., Any], tied: bool = True) -> None:
         super().__init__([Block() for _ in range(3)], around)
         self.embed = nn.Embedding(10, WIDTH)
-        self.head = nn.Linear(WIDTH, 10, bias=False)
-        self.head.weight = self.embed.weight
+        self.head = nn.Linear(WIDTH, 10, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(super().forward(self.embed((10 * x).long() % 10)))
@@ -252,6 +253,38 @@ def test_no_more_than_two_units_have_memory_at_a_time(around: Any) -> None:
     assert 2 * unit <= both.peak_bytes < 2.6 * unit
     assert both.held_bytes < unit / 8
     assert whole(model) == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_head_in_chunks_is_reduced_once_and_whole_until_its_loss_is_computed(
+    stage: int, tied: bool
+) -> None:
+    ends = []
+    for each, is_in_chunks in ((0, False), (stage, True)):
+        torch.manual_seed(3)
+        model = Net(plainly, tied)
+        if is_in_chunks:
+            head = BlockPlan(("head",), "Linear", parameter_shapes([model.head]), in_chunks(4))
+            Plan((head,), (0,)).apply(model)
+        optimizer = wrap(model, shard=each, bucket_cap_mb=25.0)
+        accumulated: list[Any] = []
+        model.head.weight.register_post_accumulate_grad_hook(accumulated.append)
+        for number in range(6):
+            with torch.set_grad_enabled(number < 3):
+                logits = model.train(number < 3)(rows(number)).flatten(0, 1)
+                loss = nn.functional.cross_entropy(logits, torch.arange(len(logits)) % 10)
+            if number < 3:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert loss > 0
+        assert len(accumulated) == 3
+        if not each:
+            assert optimizer.reduction_stats.late_gradients == 0
+            assert set(optimizer.reduction_stats.launches.values()) == {3}
+        ends.append(whole_weights(model, optimizer))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_graph_of_weights_that_have_changed_is_refused() -> None:

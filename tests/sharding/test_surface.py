@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -52,24 +51,6 @@ def parameters(optimizer: Any) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def acts_as_without_shards(
-    act: Callable[[nn.Sequential, Any], Any],
-    stage: int,
-    kind: Callable[..., Any] = adam,
-    inside: bool = False,
-    **options: Any,
-) -> None:
-    """Two steps, the act, two more, at this stage and at stage 0."""
-    pairs = [build(kind, each, **options) for each in (stage, 0)]
-    for model, optimizer in pairs:
-        for number in range(4):
-            step(model, optimizer, number)
-            if number == 1:
-                with optimizer.gathered_parameters() if inside else contextlib.nullcontext():
-                    act(model, optimizer)
-    same(*pairs[0], *pairs[1])
-
-
 # -------------------------------------------------------------------------------------- groups
 
 
@@ -112,20 +93,24 @@ def test_groups_hold_the_parameters_of_the_model_and_pieces_for_the_wrapped_step
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_parameters_move_between_groups_and_strangers_are_refused(stage: int) -> None:
-    def move(model: nn.Sequential, optimizer: Any) -> None:
-        first, second = optimizer.param_groups
-        second["params"].append(first["params"].pop())
-        second["lr"], second["weight_decay"] = 0.2, 0.3
-
-    acts_as_without_shards(move, stage, sgd)
+def test_strangers_in_groups_are_refused(stage: int) -> None:
     model, optimizer = build(sgd, stage)
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
     with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[2\].*add_param_group"):
         step(model, optimizer, 0)
 
 
-class Prepared(torch.optim.SGD):
+# -------------------------------------------------------------------------------------- what acts as without shards
+
+
+class Own(torch.optim.SGD):
+    """Does what element-wise optimizers from elsewhere do."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.01, momentum=0.9)
+
+
+class Prepared(Own):
     """Makes state of the parameters of a group when it is added."""
 
     def add_param_group(self, param_group: Any) -> None:
@@ -134,37 +119,18 @@ class Prepared(torch.optim.SGD):
             self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 0.5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_group_is_added_from_a_generator(stage: int) -> None:
-    def add(model: nn.Sequential, optimizer: Any) -> None:
-        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
-        assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
+class Decaying(Own):
+    """Decays what requires a gradient, whether it has one or not."""
 
-    def prepared(groups: Any) -> torch.optim.Optimizer:
-        return Prepared(groups, lr=0.01, momentum=0.9)
-
-    acts_as_without_shards(add, stage, prepared, first=False, elementwise=True)
-
-
-# -------------------------------------------------------------------------------------- weights and flags
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in parameters(self):
+            if parameter.requires_grad:
+                parameter.mul_(0.9)
+        return super().step(closure)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_hooks_after_a_step_find_updated_weights_on_every_rank(stage: int) -> None:
-    def clamp(optimizer: Any, *_: Any) -> None:
-        for parameter in parameters(optimizer):
-            parameter.data.clamp_(-0.05, 0.05)
-
-    pairs = [build(sgd, each) for each in (stage, 0)]
-    for model, optimizer in pairs:
-        optimizer.register_step_post_hook(clamp)
-        for number in range(3):
-            step(model, optimizer, number)
-            assert all(parameter.abs().max() <= 0.05 for parameter in model.parameters())
-    same(*pairs[0], *pairs[1])
-
-
-class Averaging(torch.optim.SGD):
+class Averaging(Own):
     """Moves weights by way of its state in two further methods, as schedule-free optimizers do (Defazio et al., 2024)."""
 
     @torch.no_grad()
@@ -178,40 +144,66 @@ class Averaging(torch.optim.SGD):
             parameter.sub_(self.state[parameter]["momentum_buffer"], alpha=0.5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("inside", [False, True])
-def test_methods_that_move_weights_see_weights_and_state(inside: bool, stage: int) -> None:
-    outputs: list[Any] = []
-
-    def evaluate(model: nn.Module, optimizer: Any) -> None:
-        optimizer.eval()
-        with torch.no_grad():
-            outputs.append((model(torch.ones(2, WIDTH)), whole_weights(model, optimizer)))
-        optimizer.train()
-
-    def averaging(groups: Any) -> torch.optim.Optimizer:
-        return Averaging(groups, lr=0.1, momentum=0.9)
-
-    acts_as_without_shards(evaluate, stage, averaging, inside, elementwise=True)
-    torch.testing.assert_close(*outputs)
+def move(model: Any, optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+    second["lr"], second["weight_decay"] = 0.2, 0.3
 
 
-class Decaying(torch.optim.SGD):
-    """Decays what requires a gradient, whether it has one or not."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in parameters(self):
-            if parameter.requires_grad:
-                parameter.mul_(0.9)
-        return super().step(closure)
+def add_from_a_generator(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_sees_which_parameters_are_frozen(stage: int) -> None:
-    acts_as_without_shards(
-        lambda model, optimizer: model[0].requires_grad_(False), stage, Decaying, elementwise=True
-    )
+def clamp_after_each_step(model: Any, optimizer: Any) -> None:
+    def clamp(optimizer: Any, *_: Any) -> None:
+        for parameter in parameters(optimizer):
+            parameter.data.clamp_(-0.05, 0.05)
+
+    optimizer.register_step_post_hook(clamp)
+
+
+def freeze(model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(False)
+
+
+def evaluate(model: Any, optimizer: Any) -> Any:
+    optimizer.eval()
+    with torch.no_grad():
+        output = model(torch.ones(2, WIDTH)), whole_weights(model, optimizer)
+    optimizer.train()
+    return output
+
+
+def evaluate_inside(model: Any, optimizer: Any) -> Any:
+    with optimizer.gathered_parameters():
+        return evaluate(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "stages"),
+    [
+        (move, sgd, STAGES),
+        (add_from_a_generator, Prepared, STAGES),
+        (clamp_after_each_step, sgd, (1, 2)),
+        (freeze, Decaying, STAGES),
+        (evaluate, Averaging, STAGES),
+        (evaluate_inside, Averaging, STAGES),
+    ],
+)
+def test_what_is_done_between_steps_acts_as_without_shards(act: Any, kind: Any, stages: Any) -> None:
+    def run(stage: int) -> tuple[Any, Any]:
+        model, optimizer = build(kind, stage, first=kind is not Prepared, elementwise=stage > 0)
+        for number in range(2):
+            step(model, optimizer, number)
+        found = act(model, optimizer)
+        for number in range(2, 4):
+            step(model, optimizer, number)
+        return whole_weights(model, optimizer), found
+
+    wanted = run(0)
+    for stage in stages:
+        torch.testing.assert_close(run(stage), wanted)
 
 
 # -------------------------------------------------------------------------------------- state
@@ -253,7 +245,7 @@ def test_state_is_of_what_this_rank_has_and_that_of_a_whole_parameter_is_refused
         step(model, optimizer, 1)
 
 
-class Counting(torch.optim.SGD):
+class Counting(Own):
     """Keeps a count of its steps that is of no parameter."""
 
     def step(self, closure: Any = None) -> Any:
@@ -263,7 +255,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_of_no_parameter_is_in_whole_states(stage: int) -> None:
-    model, optimizer = build(lambda groups: Counting(groups, lr=0.1, momentum=0.9), stage, elementwise=True)
+    model, optimizer = build(Counting, stage, elementwise=True)
     step(model, optimizer, 0)
     state = optimizer.full_state_dict(all_ranks=True)
     assert state["state"]["all"] == {"steps": 1}
