@@ -45,11 +45,11 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
     model = build()
     optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), shard=shard)
     names: dict[str, Any] = {
-        **{"Path": Path, "build": build, "hc": hc, "loss_function": loss_function, "torch": torch},
-        **{"model": model, "optimizer": optimizer, "shard": shard},
         "batches": [(tokens, tokens), (tokens + 1, tokens)],
         "evaluate": lambda model: loss_function(model(tokens), tokens),
     }
+    names.update(Path=Path, build=build, hc=hc, loss_function=loss_function, torch=torch)
+    names.update(model=model, optimizer=optimizer, shard=shard)
     loss_function(model(tokens), tokens).backward()
     optimizer.step()
     for recipe in recipes():

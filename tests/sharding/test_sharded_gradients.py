@@ -49,6 +49,10 @@ def gradients(model: Model) -> list[Any]:
     return [one.grad for one in model.parameters() if one.grad is not None]
 
 
+def parameters_of(pieces: Any) -> list[nn.Parameter]:
+    return [piece.parameter for piece in pieces]
+
+
 def unscale(optimizer: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", 2.0)
     scaler.scale(torch.ones(1))
@@ -57,24 +61,16 @@ def unscale(optimizer: Any) -> None:
 
 # More: tests/differential/hand.py
 READERS: dict[str, Callable[[Model, Any], Any]] = {
-    "clipping by norm, one by one": lambda model, _: nn.utils.clip_grad_norm_(
-        model.parameters(), 1.0, foreach=False
-    ),
-    "clipping by value, one by one": lambda model, _: nn.utils.clip_grad_value_(
-        model.parameters(), 0.1, foreach=False
-    ),
-    "scaling by a norm": lambda model, _: nn.utils.clip_grads_with_norm_(
-        model.parameters(), 1.0, torch.tensor(9.0)
-    ),
+    "a norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+    "largest values": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.1, foreach=False),
+    "scaled": lambda model, _: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(9.0)),
     "detached": lambda model, _: [one.detach() for one in gradients(model)],
     "a list": lambda model, _: model.last.bias.grad.tolist(),
     "a vector": lambda model, _: nn.utils.parameters_to_vector(gradients(model)),
     "a pickle": lambda model, _: pickle.dumps(model.last.weight.grad),
     "a file": lambda model, _: torch.save(model.last.weight.grad, io.BytesIO()),
     "a collective": lambda model, _: hc.allreduce(model.last.weight.grad, name="gradient"),
-    "clipping of pieces": lambda _, optimizer: nn.utils.clip_grad_norm_(
-        [piece.parameter for piece in optimizer.pieces], 1.0
-    ),
+    "pieces": lambda _, optimizer: nn.utils.clip_grad_norm_(parameters_of(optimizer.pieces), 1.0),
     "torch's scaler": lambda _, optimizer: unscale(optimizer),
 }
 
@@ -145,13 +141,12 @@ def test_clipping_takes_the_model_or_the_optimizer_and_no_pieces(stage: int) -> 
     for number, parameters in enumerate((model.parameters(), list(model.parameters()), optimizer)):
         optimizer.zero_grad()
         loss(model, number).backward()
-        pieces = [piece.parameter for piece in optimizer.pieces]
         for clip in (nn.utils.clip_grad_norm_, hc.clip_grad_norm_):
             if any(piece.name.startswith("last") for piece in optimizer.pieces):
                 with pytest.raises(
                     RuntimeError, match=r"optimizer\.pieces.*hc\.clip_grad_norm_\(model\.parameters\(\)"
                 ):
-                    clip(pieces, 1.0)
+                    clip(parameters_of(optimizer.pieces), 1.0)
         assert hc.clip_grad_norm_(parameters, 1e-3) > 1e-3
         norm = hc.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-2, atol=0.0)
