@@ -45,8 +45,6 @@ class Functions(TorchFunctionMode):
             simulation.read_by_host(args[0], name)
         elif name in ("to", "cpu", "cuda"):
             return self._moved(name, args, kwargs)
-        elif name == "is_pinned":
-            return simulation.memory(args[0]).kind == "pinned"
         elif name == "pin_memory":
             return simulation.copied(args[0], "pinned")
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")

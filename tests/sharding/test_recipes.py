@@ -54,10 +54,10 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
     optimizer.step()
     for recipe in recipes():
         exec(recipe, names)
-    saved, averaged = torch.load("model.pt"), torch.load("average.pt")
     if hc.rank() == 0:
-        names["model"].save_pretrained("again", state_dict=saved)
+        names["model"].save_pretrained("again", state_dict=torch.load("model.pt"))
     hc.barrier()
+    saved, averaged = torch.load("model.pt"), torch.load("average.pt")
     for name in ("export", "again"):
         assert_same(dict(transformers.BertForMaskedLM.from_pretrained(name).state_dict()), dict(saved))
     names["model"].eval()
