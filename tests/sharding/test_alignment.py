@@ -58,7 +58,13 @@ def trained(
     torch.manual_seed(3)
     model = Odd(gaps=shard > 0).to(dtype)
     # With this eps what is zero but for rounding, such as the gradient of a key's bias, stays small.
-    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3), shard=shard, **options)
+    optimizer = wrap(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3),
+        shard=shard,
+        bucket_cap_mb=25.0,
+        **options,
+    )
     places: set[int] = set()
     for module in model.modules():
         module.register_forward_pre_hook(

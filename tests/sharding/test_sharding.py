@@ -117,7 +117,7 @@ def test_a_norm_has_the_dtype_that_torch_gives_it(stage: int, dtypes: str) -> No
         generator = torch.Generator().manual_seed(5)
         values = [torch.randn(9, generator=generator).to(kinds[number % len(kinds)]) for number in range(4)]
         model = Energy(values)
-        optimizer = wrap(model, momentum(list(model.all)[:3]), shard=shard)
+        optimizer = wrap(model, momentum(list(model.all)[:3]), shard=shard, bucket_cap_mb=25.0)
         model().backward()
         return list(model.all), optimizer
 
@@ -283,7 +283,7 @@ def test_a_process_set_shards_among_its_ranks() -> None:
     members = hc.add_process_set(range(1, hc.size()))
     try:
         model = nn.Linear(6, 6)
-        optimizer = wrap(model, shard=2, process_set=members)
+        optimizer = wrap(model, shard=2, process_set=members, bucket_cap_mb=25.0)
         model(torch.full((2, 6), float(hc.rank()))).sum().backward()
         optimizer.step()
         values = hc.allgather_object([value.tolist() for value in model.state_dict().values()], name="set")

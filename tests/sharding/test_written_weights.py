@@ -99,7 +99,13 @@ class Model(nn.Module):
 
 
 def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
-    return wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), shard=stage, **options)
+    return wrap(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        shard=stage,
+        bucket_cap_mb=25.0,
+        **options,
+    )
 
 
 def backward(model: nn.Module, optimizer: Any, number: int = 5) -> None:
