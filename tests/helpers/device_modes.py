@@ -44,9 +44,7 @@ class Functions(TorchFunctionMode):
         if name in ("tolist", "numpy"):
             simulation.read_by_host(args[0], name)
         elif name in ("to", "cpu", "cuda"):
-            return self._moved(func, name, args, kwargs)
-        elif name == "is_pinned":
-            return simulation.memory(args[0]).kind == "pinned"
+            return self._moved(name, args, kwargs)
         elif name == "pin_memory":
             return simulation.copied(args[0], "pinned")
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
@@ -65,32 +63,22 @@ class Functions(TorchFunctionMode):
             simulation.note_wait()
         return result
 
-    def _moved(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _moved(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """The result of ``to()``, ``cpu()`` or ``cuda()``."""
         tensor, *rest = args
-        options = dict(kwargs)
-        flags = [one for one in rest if isinstance(one, bool)]
-        options.update(zip(("non_blocking", "copy"), flags))
-        for one in rest:
-            if isinstance(one, torch.dtype):
-                options["dtype"] = one
-            elif isinstance(one, (str, torch.device, int)) and not isinstance(one, bool):
-                options["device"] = one
-            elif isinstance(one, torch.Tensor):
-                where = DEVICE if self._simulation.is_on_device(one) else one.device
-                options |= {"dtype": one.dtype, "device": where}
+        simulation = self._simulation
         if name != "to":
-            options["device"] = "cpu" if name == "cpu" else DEVICE
-        device = options.pop("device", None)
-        if device is not None and torch.device(device).type != "meta":
-            device = torch.device(device)
-            if (device.type == "cuda") != self._simulation.is_on_device(tensor):
-                non_blocking = bool(options.get("non_blocking"))
-                kind = "device" if device.type == "cuda" else "pinned" if non_blocking else "pageable"
-                return self._simulation.copied(tensor, kind, options.get("dtype"), non_blocking)
-            device = None
-        if device is not None:
-            options["device"] = device
-        return torch.Tensor.to(tensor, **options) if options else tensor
+            rest = ["cpu" if name == "cpu" else DEVICE]
+        elif rest and isinstance(rest[0], torch.Tensor):
+            rest[:1] = [DEVICE if simulation.is_on_device(rest[0]) else rest[0].device, rest[0].dtype]
+        copy = options.pop("copy", False)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **options)
+        if device is None or device.type == "meta":
+            return torch.Tensor.to(tensor, *rest, copy=copy, **options)
+        if (device.type == "cuda") == simulation.is_on_device(tensor):
+            return torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
+        kind = "device" if device.type == "cuda" else "pinned" if non_blocking else "pageable"
+        return simulation.copied(tensor, kind, dtype, non_blocking)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

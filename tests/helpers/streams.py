@@ -69,9 +69,6 @@ class Event:
         self._simulation.launch(stream.name)
         self.clock = dict(stream.clock())
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._simulation.stream).wait_event(self)
-
     def synchronize(self) -> None:
         self._simulation.host_waits(self.clock)
 

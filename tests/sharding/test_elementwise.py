@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,32 +11,40 @@ from torch import nn
 
 from hvd_ckpt.utils.elementwise import check_elementwise
 
+KNOWN = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+OTHERS = [name for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)]
+REFUSED = r"{} .*shard='none'"
 
-def made(kind: Any) -> torch.optim.Optimizer:
-    return kind([nn.Parameter(torch.ones(3, 2))], lr=0.1)
 
-
-class Own(torch.optim.SGD):
-    """An optimizer from elsewhere."""
+def derived(name: str) -> Any:
+    return type("Derived", (getattr(torch.optim, name),), {})
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
+    ("kind", "promised", "message"),
+    [
+        *((getattr(torch.optim, name), False, "") for name in KNOWN),
+        *((getattr(torch.optim, name), True, REFUSED.format(name)) for name in OTHERS),
+        *((derived(name), True, REFUSED.format("Derived")) for name in OTHERS),
+        (derived("SGD"), True, ""),
+        (derived("SGD"), False, "optimizer Derived .*elementwise=True"),
+    ],
 )
-def test_those_of_torch_are_known(name: str) -> None:
-    check_elementwise(made(getattr(torch.optim, name)))
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
-def test_other_optimizers_of_torch_are_refused(name: str) -> None:
-    kind = getattr(torch.optim, name, None) or pytest.skip("not in this PyTorch")
-    for one in (kind, type("Derived", (kind,), {})):
-        with pytest.raises(ValueError, match=rf"{one.__name__} .*shard='none'"):
-            check_elementwise(made(one), promised=True)
-
-
-def test_one_from_elsewhere_needs_a_promise() -> None:
-    check_elementwise(made(Own), promised=True)
-    with pytest.raises(ValueError, match="optimizer Own .*elementwise=True"):
-        check_elementwise(made(Own))
+def test_elementwise_optimizers_are_known_and_others_need_a_promise(
+    kind: Any, promised: bool, message: str
+) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 2))], lr=0.1)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_elementwise(optimizer, promised)

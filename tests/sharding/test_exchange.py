@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from same import assert_same
 
 import hvd_ckpt as hc
 from hvd_ckpt.collectives import asynchronous, rows
@@ -56,38 +55,17 @@ def test_every_format_adds_and_gathers_every_type(
         assert total.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
         assert float((total - exact).abs().max()) <= bound
 
-        whole = torch.empty_like(mine)
-        version = whole._version
-        assert exchange.all_gather(own(mine, exchange), whole, "whole", format).wait() is whole
-        assert whole._version == version
         chunks = [each.view(exchange.ranks, -1)[rank] for rank, each in enumerate(contributions)]
-        travelled = [rounded(format, chunk) if exchange.ranks > 1 else chunk for chunk in chunks]
-        assert torch.equal(whole, torch.cat(travelled))
-
-
-@needs_others
-def test_sums_have_the_bits_of_rank_order_and_of_an_allreduce_of_two(exchange: Exchange) -> None:
-    contributions = flats(numel=2**18 * exchange.ranks)
-    mine = contributions[exchange.rank]
-    scale = 1 / exchange.ranks
-    total = own(contributions[0], exchange).clone()
-    for other in contributions[1:]:
-        total += own(other, exchange)
-    for _ in range(3):
-        assert torch.equal(exchange.reduce_scatter(mine, "sum", scale).wait(), total * scale)
-    if exchange.ranks == 2:
-        average = hc.allreduce(mine, name="test.average", op=hc.Average)
-        assert torch.equal(own(average, exchange), total * scale)
-
-
-def test_a_shard_may_lie_in_its_place_already(exchange: Exchange) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = torch.zeros(exchange.ranks, SHARD, dtype=dtype)
-        whole[exchange.rank] = exchange.rank + 1
-        address = whole.data_ptr()
-        exchange.all_gather(own(whole, exchange), whole.view(-1), "in_place").wait()
-        assert whole.data_ptr() == address
-        assert whole.mean(1).tolist() == list(range(1, exchange.ranks + 1))
+        travelled = torch.cat([rounded(format, one) if exchange.ranks > 1 else one for one in chunks])
+        for is_in_its_place in (False, True):
+            whole = torch.zeros_like(mine)
+            shard = own(mine, exchange)
+            if is_in_its_place:
+                shard = own(whole, exchange).copy_(shard)
+            version = whole._version
+            assert exchange.all_gather(shard, whole, "whole", format).wait() is whole
+            assert whole._version == version
+            assert torch.equal(whole, travelled)
 
 
 def test_transfers_overlap_across_a_rename(exchange: Exchange) -> None:
@@ -97,29 +75,7 @@ def test_transfers_overlap_across_a_rename(exchange: Exchange) -> None:
     late = exchange.reduce_scatter(2 * flat, "sum")
     assert late.wait().tolist() == [2.0 * exchange.ranks] * 4
     assert early.wait().tolist() == [1.0 * exchange.ranks] * 4
-    assert early.done()
-    assert early.wait() is early.wait()
-
-
-@pytest.fixture
-def all_but_rank_0() -> Iterator[object]:
-    process_set = hc.add_process_set(list(range(1, hc.size())))
-    yield process_set
-    hc.remove_process_set(process_set)
-
-
-@needs_others
-def test_a_process_set_exchanges_among_its_own(all_but_rank_0: object) -> None:
-    if hc.rank() == 0:
-        return
-    exchange = Exchange(all_but_rank_0, "test.set")
-    assert (exchange.ranks, exchange.rank) == (hc.size() - 1, hc.rank() - 1)
-    whole = torch.full((exchange.ranks, SHARD), float(hc.rank()))
-    sums = exchange.reduce_scatter(whole.view(-1), "sum", 1.0, FP32).wait()
-    assert sums.tolist() == [sum(range(1, hc.size()))] * SHARD
-    for format in (FP32, INT8):
-        exchange.all_gather(whole[exchange.rank], whole.view(-1), "whole", format).wait()
-        assert torch.allclose(whole[:, 0], torch.arange(1.0, hc.size()))
+    assert early.done() and early.wait() is early.wait()
 
 
 @needs_others
@@ -142,8 +98,7 @@ def test_large_objects_are_sent_in_several_messages(
 
     expected = moved()
     monkeypatch.setattr(asynchronous, "LARGEST", 500)
-    for one, other in zip(moved(), expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same(moved(), expected)
     assert bool((expected[-1] == 1).all())
 
 
@@ -162,10 +117,7 @@ def test_a_tree_of_ranks_is_a_tree_of_trees_on_hosts() -> None:
 @pytest.mark.ranks(mpi=(4,))
 @pytest.mark.parametrize(("format", "bound"), FORMATS, ids=lambda value: str(value))
 def test_ranks_of_a_host_are_added_first(
-    exchange: Exchange,
-    format: WireFormat,
-    bound: float,
-    monkeypatch: pytest.MonkeyPatch,
+    exchange: Exchange, format: WireFormat, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):

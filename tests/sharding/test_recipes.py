@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import wrap
+from same import assert_same
 
 import hvd_ckpt as hc
 
@@ -18,9 +20,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
 def recipes() -> list[str]:
-    section = re.search(
-        r"^## Recipes\n(.*?)^## ", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    text = GUIDE.read_text(encoding="utf-8")
+    section = re.search(r"^## Recipes\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     assert section is not None
     return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
 
@@ -42,12 +43,7 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
     monkeypatch.chdir(folder)
     tokens = torch.arange(12).view(2, 6) + hc.rank()
     model = build()
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        named_parameters=model.named_parameters(),
-        shard=shard,
-        model=model,
-    )
+    optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), shard=shard)
     names: dict[str, Any] = {
         "batches": [(tokens, tokens), (tokens + 1, tokens)],
         "evaluate": lambda model: loss_function(model(tokens), tokens),
@@ -61,16 +57,12 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
     if hc.rank() == 0:
         names["model"].save_pretrained("again", state_dict=torch.load("model.pt"))
     hc.barrier()
-    saved = torch.load("model.pt")
-    for folder in ("export", "again"):
-        exported = transformers.BertForMaskedLM.from_pretrained(folder).state_dict()
-        assert saved.keys() == exported.keys()
-        assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    saved, averaged = torch.load("model.pt"), torch.load("average.pt")
+    for name in ("export", "again"):
+        assert_same(dict(transformers.BertForMaskedLM.from_pretrained(name).state_dict()), dict(saved))
     names["model"].eval()
     with torch.no_grad():
         assert names["evaluate"](names["model"]).isfinite()
-    averaged = torch.load("average.pt")
-    assert averaged.keys() == saved.keys() and not torch.equal(
-        *(weights["cls.predictions.bias"] for weights in (saved, averaged))
-    )
-    assert names["average"].n_averaged == 2
+    assert averaged.keys() == saved.keys() and names["average"].n_averaged == 2
+    bias = "cls.predictions.bias"
+    assert not torch.equal(averaged[bias], saved[bias])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import subprocess
-import sys
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -106,19 +105,27 @@ def grid_of(simulation: Simulation, stages: int, tensor: int) -> Grid:
 
 
 def open_transport(simulation: Simulation, tensor: int = 1) -> Transport:
-    grid = grid_of(simulation, 2, tensor)
-    transport = Transport(grid)
+    transport = Transport(grid_of(simulation, 2, tensor))
     transport.open_lanes([(0, 1)], [torch.ones(1, device=DEVICE)])
     return transport
+
+
+def values(number: float) -> torch.Tensor:
+    return torch.ones(64, device=DEVICE).mul_(number)
+
+
+def received_from(transport: Transport, source: int, tag: int) -> torch.Tensor:
+    (there,) = transport.receive(source, tag, "the input").tensors
+    return there
 
 
 def messages(simulation: Simulation) -> None:
     """Values that are overwritten when they have been sent; the last has another shape."""
     transport = open_transport(simulation)
     for number in range(4):
-        value = torch.ones(64 if number < 3 else 32, device=DEVICE).mul_(number)
+        value = values(number)[: 64 if number < 3 else 32]
         transport.send(value, OTHER, TAG)
-        (there,) = transport.receive(OTHER, TAG, "the input").tensors
+        there = received_from(transport, OTHER, TAG)
         assert torch.equal(there.add_(1), value + 1)
         there.mul_(2)  # and is freed
         transport.flush()
@@ -127,7 +134,7 @@ def messages(simulation: Simulation) -> None:
 
 def sums(simulation: Simulation) -> None:
     with pretending(grid_of(simulation, 1, 2)):
-        own = torch.ones(64, device=DEVICE).mul_(3)
+        own = values(3)
         total = parts.add(own)
         own.zero_()
         assert total.tolist() == [6] * 64
@@ -137,10 +144,10 @@ def sums_between_messages(simulation: Simulation) -> None:
     transport = open_transport(simulation, tensor=2)
     with pretending(transport.grid):
         for number in range(2):
-            transport.send(torch.ones(64, device=DEVICE).mul_(number), 2, TAG)
-            (there,) = transport.receive(2, TAG, "the input").tensors
+            transport.send(values(number), 2, TAG)
+            there = received_from(transport, 2, TAG)
             transport.send(parts.add(there), 2, TAG + 1)
-            (back,) = transport.receive(2, TAG + 1, "the gradient").tensors
+            back = received_from(transport, 2, TAG + 1)
             assert back.tolist() == [2 * number] * 64
         transport.flush()
 
@@ -158,10 +165,9 @@ def test_receives_are_launched_in_the_order_of_sends() -> None:
     with simulated() as simulation:
         transport = open_transport(simulation)
         for number in range(3):
-            transport.send(torch.full((8,), float(number), device=DEVICE), OTHER, TAG + number)
+            transport.send(values(number), OTHER, TAG + number)
         for number in (2, 0, 1):
-            (there,) = transport.receive(OTHER, TAG + number, "the input").tensors
-            assert there.tolist() == [number] * 8
+            assert received_from(transport, OTHER, TAG + number).tolist() == [number] * 64
         transport.flush()
 
 
@@ -169,70 +175,65 @@ def test_messages_and_sums_wait_for_no_stream_of_each_other() -> None:
     with simulated() as simulation:
         transport = open_transport(simulation, tensor=2)
         with pretending(transport.grid):
-            parts.add(torch.ones(8, device=DEVICE))
+            parts.add(values(1))
             sending, receiving, adding = (group.stream.name for group in groups)
-            before = dict(simulation.clock(receiving)), dict(simulation.clock(adding))
-            transport.send(torch.ones(8, device=DEVICE), 2, TAG)
-            transport.send(torch.ones(8, device=DEVICE), 2, TAG + 1)
-            transport.receive(
-                2, TAG + 1, "the input"
-            )  # the other message is launched, too, and nobody has waited for it
-            parts.add(torch.ones(8, device=DEVICE))
-            last = simulation.clock(receiving)[receiving]
+            before = dict(simulation.clock(receiving))
+            transport.send(values(1), 2, TAG)
+            transport.send(values(1), 2, TAG + 1)
+            received_from(transport, 2, TAG + 1)  # the other one is launched, too, and nobody waits for it
+            parts.add(values(1))
+            after = simulation.clock(receiving)
         assert simulation.clock(adding).get(sending, 0) < simulation.clock(sending)[sending]
-        assert simulation.clock(receiving).get(adding, 0) == before[0].get(adding, 0)
-        assert last > before[0][receiving]
+        assert after.get(adding, 0) == before.get(adding, 0)
+        assert after[receiving] > before[receiving]
 
 
-def test_a_process_that_ends_aborts_messages_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        own = Peer.here(0)
-        peer = Peer(1, own.host, (), process.pid, 0, own.table)
-        monkeypatch.setattr(
-            Peer, "has_ended", lambda each: each.pid == process.pid and process.poll() is not None
-        )
-        seconds = iter(range(1, 100))
-        monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
-        with simulated() as simulation:
-            transport = open_transport(simulation)
-            transport.grid.peers = [own, peer]
-            link: Any = transport.grid.stage_link
-            transport.send(torch.ones(8, device=DEVICE), OTHER, TAG)
-            for _ in range(4):
-                wait = link.look()
-                assert wait is not None and "stage 1 (rank 1" in wait.what
-            process.communicate(b"\n")
-            link.look()
-            assert all(group.aborted for group in groups)
-            with pytest.raises(StageFailed, match=r"stage 1 \(rank 1 on host \S+\) has ended"):
-                transport.flush()
+# -------------------------------------------------------------------------------------- a process that ends
 
 
-def test_an_aborted_message_that_nobody_asks_for_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, ended = iter(range(1, 100)), list[str]()
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ranks that have ended. A second passes from one look to the next."""
+    ranks, seconds = set[int](), itertools.count(1)
     monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
-    monkeypatch.setattr(watchdog, "end", ended.append)
-    monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.rank == 1)
-    with simulated() as simulation:
-        grid = grid_of(simulation, 1, 2)
-        with pretending(grid):
-            parts.add(torch.ones(8, device=DEVICE))
-        link: Any = grid.part_link
-        while not ended:
-            link.look()
-        assert "part 1 (rank 1" in ended[0]
+    monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.rank in ranks)
+    return ranks
 
 
-def test_a_process_that_may_be_on_another_machine_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter(range(1, 100))
-    monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
-    monkeypatch.setattr(Peer, "has_ended", lambda peer: True)
+def test_a_process_that_ends_aborts_messages_and_is_named(ended: set[int]) -> None:
     with simulated() as simulation:
-        grid = grid_of(simulation, 1, 2)
-        grid.peers = [dataclasses.replace(peer, table="") for peer in grid.peers]
-        with pretending(grid):
-            parts.add(torch.ones(8, device=DEVICE))
-        link: Any = grid.part_link
-        for _ in range(8):
-            assert link.look() is not None
+        transport = open_transport(simulation)
+        link: Any = transport.grid.stage_link
+        transport.send(values(1), OTHER, TAG)
+        for _ in range(4):
+            wait = link.look()
+            assert wait is not None and "stage 1 (rank 1" in wait.what
         assert not any(group.aborted for group in groups)
+        ended.add(1)
+        link.look()
+        assert all(group.aborted for group in groups)
+        with pytest.raises(StageFailed, match=r"stage 1 \(rank 1 on host \S+\) has ended"):
+            transport.flush()
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_aborted_message_that_nobody_asks_for_ends_the_process(
+    is_here: bool, ended: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a process that may be on another machine, where nobody can look for it."""
+    said: list[str] = []
+    monkeypatch.setattr(watchdog, "end", said.append)
+    ended.add(1)
+    with simulated() as simulation:
+        grid = grid_of(simulation, 1, 2)
+        if not is_here:
+            grid.peers = [dataclasses.replace(peer, table="") for peer in grid.peers]
+        with pretending(grid):
+            parts.add(values(1))
+        link: Any = grid.part_link
+        waits = [link.look() for _ in range(8)]
+    assert any(group.aborted for group in groups) == is_here
+    if is_here:
+        assert "part 1 (rank 1" in said[0]
+    else:
+        assert None not in waits and not said

@@ -13,7 +13,7 @@ import pytest
 import torch
 from alike_ranks import AlikeRanks
 from horovod.torch.mpi_ops import Average
-from streams import DEVICE, Scenario, Simulation, check, own_stream, run, simulated
+from streams import DEVICE, Simulation, check, own_stream, run, simulated
 from torch import nn
 
 import hvd_ckpt as hc
@@ -32,8 +32,9 @@ _number = itertools.count(1)
 
 
 def make_model(width: int = 32, layers: int = 4) -> nn.Sequential:
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
-    return nn.Sequential(*blocks)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]).to(
+        DEVICE
+    )
 
 
 class Job:
@@ -57,13 +58,12 @@ class Job:
     ) -> None:
         identity = next(_number)
         self.model = model
-        size = ranks.process_set.size()
-        exchange, layout = Exchange(ranks.process_set, f"streams.{identity}"), Layout(size)
+        layout = Layout(ranks.process_set.size())
+        exchange = Exchange(ranks.process_set, f"streams.{identity}")
         if within:
             exchange.divide(ranks.process_set)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         units = [
-            (unit.modules, layout.add([(names[id(one)], one) for one in unit.parameters]))
+            (unit.modules, layout.add([("", one) for one in unit.parameters]))
             for unit in find_units(model, list(model))
         ]
         state = Offload(None, DEVICE, offload == "parameters") if offload else None
@@ -113,17 +113,12 @@ def alike_ranks(simulation: Simulation, ranks: int = 2, looks: int = 0) -> Itera
 
 
 def train(
-    simulation: Simulation,
-    ranks: int = 2,
-    steps: int = 3,
-    passes: int = 1,
-    **options: Any,
+    simulation: Simulation, ranks: int = 2, steps: int = 3, passes: int = 1, **options: Any
 ) -> list[float]:
     """Steps, before each of which the host reads weights, on a stream of their own."""
     torch.manual_seed(0)
     with alike_ranks(simulation, ranks) as alike:
-        job = Job(alike, make_model().to(DEVICE), **options)
-        batch = torch.ones(8, 32, device=DEVICE)
+        job, batch = Job(alike, make_model(), **options), torch.ones(8, 32, device=DEVICE)
         with own_stream():
             for _ in range(steps):
                 job.read()
@@ -131,27 +126,24 @@ def train(
             return job.read()
 
 
-def training(**options: Any) -> Scenario:
-    return functools.partial(train, **options)
-
-
-SCENARIOS = {
-    "stage 3": training(),
-    "one rank": training(ranks=1),
-    "offload of state": training(offload="optimizer"),
-    "offload of parameters": training(offload="parameters"),
-    "offload of parameters on one rank": training(offload="parameters", ranks=1),
-    "two backward passes": training(passes=2),
-    "two backward passes and offload of parameters": training(passes=2, offload="parameters"),
-    "second copy": training(within=True),
-    "second copy and offload of parameters": training(within=True, offload="parameters"),
-    "int8": training(gradients=WIRE_FORMATS["int8"], weights=WIRE_FORMATS["int8"]),
-    "int4 and bf16": training(gradients=WIRE_FORMATS["int4"], weights=WIRE_FORMATS["bf16"]),
+INT8, INT4, BF16 = (WIRE_FORMATS[name] for name in ("int8", "int4", "bf16"))
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "one rank": {"ranks": 1},
+    "offload of state": {"offload": "optimizer"},
+    "offload of parameters": {"offload": "parameters"},
+    "offload of parameters on one rank": {"offload": "parameters", "ranks": 1},
+    "two backward passes": {"passes": 2},
+    "two backward passes and offload of parameters": {"passes": 2, "offload": "parameters"},
+    "second copy": {"within": True},
+    "second copy and offload of parameters": {"within": True, "offload": "parameters"},
+    "int8": {"gradients": INT8, "weights": INT8},
+    "int4 and bf16": {"gradients": INT4, "weights": BF16},
 }
 
 
 def test_every_synchronization_is_needed() -> None:
-    assert check(*SCENARIOS.values())
+    assert check(*(functools.partial(train, **options) for options in SCENARIOS.values()))
 
 
 def test_offload_changes_no_result() -> None:
@@ -164,7 +156,7 @@ def test_offload_changes_no_result() -> None:
 def flat(simulation: Simulation, format: WireFormat) -> None:
     """Weights of stage 1, which are gathered on a stream of its own after each step."""
     with AlikeRanks(simulation).running() as ranks:
-        model, exchange, layout = make_model().to(DEVICE), Exchange(ranks.process_set, "flat"), Layout(2)
+        model, exchange, layout = make_model(), Exchange(ranks.process_set, "flat"), Layout(2)
         layout.add(list(model.named_parameters()), 1 << 13)
         store = FlatParameters(layout, exchange, format)
         with own_stream(), torch.no_grad():
@@ -183,7 +175,7 @@ def test_flat_parameters_have_no_race(format: WireFormat) -> None:
 @pytest.mark.parametrize("offload", [None, "optimizer", "parameters"])
 def test_the_host_does_not_wait_in_passes(offload: str | None) -> None:
     with simulated() as simulation, alike_ranks(simulation) as ranks:
-        job, batch = Job(ranks, make_model().to(DEVICE), offload), torch.ones(8, 32, device=DEVICE)
+        job, batch = Job(ranks, make_model(), offload), torch.ones(8, 32, device=DEVICE)
         job.step(batch)
         simulation.waits.clear()
         job.model(batch).square().mean().backward()
@@ -195,13 +187,10 @@ def test_the_device_takes_what_is_estimated(offload: str | None) -> None:
     """Where communication takes long, so that as much is in flight as may be."""
     width = 1024
     with simulated() as simulation, alike_ranks(simulation, looks=50) as ranks:
-        model, batch = make_model(width).to(DEVICE), torch.ones(32, width, device=DEVICE)
+        model, batch = make_model(width), torch.ones(32, width, device=DEVICE)
+        shard = hc.Shard("parameters", offload=offload, units=list(model))
         estimate = hc.estimate_memory(
-            model,
-            2,
-            hc.Shard("parameters", offload=offload, units=list(model)),
-            sample=batch,
-            loss=lambda output: output.square().mean(),
+            model, 2, shard, sample=batch, loss=lambda output: output.square().mean()
         )
         before = simulation.allocator.allocated - sum(one.nbytes for one in model.parameters())
         job = Job(ranks, model, offload)
