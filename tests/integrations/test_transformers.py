@@ -98,7 +98,12 @@ OF_TRAINER = {"shard", "budget", "callbacks", "compute_metrics", "optimizers"}
 
 
 def trained(
-    folder: Path, model: Any = None, resume: Any = None, drawn_from: int = 1, kind: Any = Trainer, **settings: Any
+    folder: Path,
+    model: Any = None,
+    resume: Any = None,
+    drawn_from: int = 1,
+    kind: Any = Trainer,
+    **settings: Any,
 ) -> Any:
     """A Trainer that has trained, by default a model with dropout."""
     own = {name: settings.pop(name) for name in OF_TRAINER & settings.keys()}
