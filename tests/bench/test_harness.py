@@ -63,23 +63,16 @@ def measure(job: Job) -> Result:
     return Result(rank, {name: Inner(math.inf) for name in job.names})
 
 
-@pytest.fixture
-def ranks_import_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_gives_the_result_of_each_rank_in_order_or_the_error_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks run this file as the module ``test_harness``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(Job, "worker", f"{Path(__file__).stem}:measure")
-
-
-@pytest.mark.usefixtures("ranks_import_this_file")
-def test_a_job_gives_the_result_of_each_rank_in_order(tmp_path: Path) -> None:
     ranks = run_job(Job(tmp_path / "job", 2, ("a", "b")), Result, "gloo", 60)
     assert ranks == [Result(rank, {"a": Inner(math.inf), "b": Inner(math.inf)}) for rank in (0, 1)]
-
-
-@pytest.mark.usefixtures("ranks_import_this_file")
-def test_an_error_on_one_rank_is_the_error_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="ArithmeticError: planted .*log.txt"):
-        run_job(Job(tmp_path / "job", 2, broken=1), Result, "gloo", 60)
+        run_job(Job(tmp_path / "broken", 2, broken=1), Result, "gloo", 60)
 
 
 def test_a_process_ends_with_everything_that_it_started(tmp_path: Path) -> None:
@@ -130,20 +123,12 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
     report = Report("A title", {"machine": "m"}, [table], results, ["a remark"], ["a note"], draw=draw)
     report.save(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    for words in (
-        "# A title",
-        "- machine: m",
-        "![picture](picture.png)",
-        "| ddp | 2.0 |",
-        "- a remark",
-        "- a note",
-    ):
-        assert words in page
+    told = ("# A title", "- machine: m", "![picture](picture.png)", "| ddp | 2.0 |", "- a remark", "- a note")
+    assert [words for words in told if words not in page] == []
     saved = json.loads((tmp_path / "results.json").read_text())
+    ratio = {"median": 1.0, "low": 1.0, "high": 1.0}
     assert saved["machine"] == "m"
-    assert saved["results"] == [
-        {"ratio": {"median": 1.0, "low": 1.0, "high": 1.0}, "far": "Infinity", "none": None}
-    ]
+    assert saved["results"] == [{"ratio": ratio, "far": "Infinity", "none": None}]
 
 
 def test_a_report_names_the_settings_of_the_environment_but_no_secret(

@@ -130,7 +130,8 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     written = {int(one.name.removeprefix("step-")) for one in (run / "snapshots").iterdir()}
     for step in written | {joined, last}:
         of_one_rank = sum(alone <= one < joined for one in range(step))
-        assert position(run, step) == 2 * BATCH * step - BATCH * of_one_rank
+        progress = read_snapshot(snapshot_of(run, step), 0).replicated["progress"]
+        assert progress["position"] == 2 * BATCH * step - BATCH * of_one_rank
 
     # What followed the joining is what follows a resume from the snapshot of that step, which one rank has written.
     (tmp_path / "again" / "snapshots").mkdir(parents=True)
@@ -140,7 +141,7 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     command = [*HOROVODRUN, *command, "--steps", str(last)]
     done = hosts.run("a", command, timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "again", last) == weights(run, last)
+    assert digest_of(snapshot_of(tmp_path / "again", last)) == digest_of(snapshot_of(run, last))
 
 
 def test_a_loop_of_ones_own_loses_a_rank_and_gets_another(hosts, tmp_path) -> None:
@@ -176,15 +177,6 @@ def starts(output: str, ranks: int) -> int | None:
 
 def snapshot_of(run: Path, step: int) -> Path:
     return run / "snapshots" / f"step-{step:08}"
-
-
-def position(run: Path, step: int) -> int:
-    found = read_snapshot(snapshot_of(run, step), 0)
-    return found.replicated["progress"]["position"]
-
-
-def weights(run: Path, step: int) -> str:
-    return digest_of(snapshot_of(run, step))
 
 
 def told_in(path: Path) -> list[dict[str, Any]]:

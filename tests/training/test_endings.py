@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,8 +17,12 @@ UNCAUGHT = SCRIPT.with_name("uncaught.py")
 MARK = "HVD_CKPT_TEST_OF_ENDINGS"
 
 
-@pytest.mark.parametrize("place, controller", [("writer", "gloo"), ("backward", "mpi")])
-def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place, controller, layout", [("writer", "gloo", []), ("backward", "mpi", ["--pipeline=2"])]
+)
+def test_an_error_on_one_rank_ends_all(
+    place: str, controller: str, layout: list[str], tmp_path: Path
+) -> None:
     if controller == "mpi" and not probe("mpi").works:
         pytest.skip("MPI does not work here")
     text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
@@ -32,13 +35,14 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
         "TMPDIR": str(scratch),
         "OMPI_MCA_btl_vader_backing_directory": str(scratch),  # for its shared memory
     }
-    status, output = run_ranks(2, SCRIPT, place, *settings.split(), controller=controller, **environment)
+    words = [place, *settings.split(), *layout]
+    status, output = run_ranks(2, SCRIPT, *words, controller=controller, **environment)
     assert status != 0
     lines = output.splitlines()
     assert sum(line.endswith(">:RuntimeError: planted on rank 1") for line in lines) == 1, output
     assert sum("rank 1 on host" in line and "ended by this error" in line for line in lines) == 1
-    assert not [line for line in lines if "rank 0 on host" in line and "Traceback" in line]
-    assert sum("rank 0 on host" in line for line in lines) <= 1
+    of_other = [line for line in lines if "rank 0 on host" in line]
+    assert len(of_other) <= 1 and "Traceback" not in "".join(of_other)
     tracebacks = [line for line in lines if ">:" in line and "Traceback" in line]  # horovodrun adds its own
     assert len(tracebacks) == 1, output
     started = [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
@@ -47,14 +51,11 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir() if ".tmp-" in path.name] == []
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Jobs of a script that fails without ``hvd-ckpt train``, all at once."""
-    jobs = {"differ": start_ranks(3, UNCAUGHT, "differ"), "hook": start_ranks(2, UNCAUGHT, "hook")}
-    yield jobs
-    for job in jobs.values():
-        job.kill()
-        job.communicate()
+def has_mark(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder)
+    except psutil.Error:
+        return False
 
 
 def said_by_ranks(job: subprocess.Popen[str]) -> str:
@@ -65,24 +66,14 @@ def said_by_ranks(job: subprocess.Popen[str]) -> str:
     return output.partition('Traceback (most recent call last):\n  File "' + HOROVODRUN[-1])[0]
 
 
-def test_an_error_of_several_ranks_is_shown_once_and_another_one_too(scripts) -> None:
-    said = said_by_ranks(scripts["differ"])
+def test_an_error_of_several_ranks_of_a_script_is_shown_once_and_another_one_too() -> None:
+    """A hook of one's own hears every rank."""
+    with start_ranks(3, UNCAUGHT, "differ") as differ, start_ranks(2, UNCAUGHT, "hook") as hook:
+        said, heard = said_by_ranks(differ), said_by_ranks(hook)
     assert said.count("Traceback (most recent call last)") == 2, said
     assert said.count("KeyError: 'planted on the last rank'") == 1
     assert len(re.findall(r"(?m)^rank 2 on host .+: ended by this error:$", said)) == 1, said
     assert said.count("ValueError: planted on ranks") == 2
     others = re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)
     assert len(others) == 1
-
-
-def test_a_hook_of_ones_own_hears_every_rank(scripts) -> None:
-    said = said_by_ranks(scripts["hook"])
-    assert said.count("own hook: planted on ranks") == 2, said
-    assert "Traceback" not in said
-
-
-def has_mark(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return process.environ().get(MARK) == str(folder)
-    except psutil.Error:
-        return False
+    assert heard.count("own hook: planted on ranks") == 2 and "Traceback" not in heard, heard

@@ -1,11 +1,10 @@
 """``hvd-ckpt train --pipeline`` and ``--replicas``: the bits of one process, resumed in any number of stages and on any number of
-ranks, and errors that end all stages."""
+ranks. Errors that end all stages: test_endings.py."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from controllers import probe, run_ranks, start_ranks
+from controllers import start_ranks
 from safetensors.torch import load_file
 from same import assert_same
 from snapshot_files import read_snapshot
@@ -83,19 +82,14 @@ def resumed(
     return {**copy, "arguments": [f"--resume={to}", *own]}
 
 
-def write_inputs(folder: Path, job: str, runs: list[Run]) -> Path:
-    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
-    (folder / job).mkdir()
-    file = folder / f"{job}.json"
-    file.write_text(json.dumps(runs), "utf-8")
-    return file
-
-
 def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
     """Jobs side by side: ranks, pipeline stages and runs of each."""
+    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
     started = []
     for name, (ranks, stages, runs) in jobs.items():
-        file = write_inputs(folder, name, runs)
+        (folder / name).mkdir()
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(runs), "utf-8")
         started.append(start_ranks(ranks, SCRIPT, str(stages), str(file), PYTHONPATH=str(EXAMPLES)))
     with ThreadPoolExecutor(len(started)) as pool:
         said = [pool.submit(job.communicate) for job in started]
@@ -153,18 +147,6 @@ def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None
         assert_same(weights(run), weights(unstopped))
         assert records(run) == [one for one in records(unstopped) if one["step"] > STOPPED]
     assert_same(*(averages(tmp_path, tmp_path / job / "gpt-tiny") for job in ("whole", "staged")))
-
-
-def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:
-    """Over Gloo, and on the last stage: parallel/pipeline/test_parallel_launch.py."""
-    controller = "mpi" if probe("mpi").works else "gloo"
-    lstm = [*STAGED, *MODELS["lstm-small"][0], "--pipeline=2"]
-    runs = [{**run_of(tmp_path, "failing", "lstm-small", *lstm), "raise_on": 0}]
-    file = write_inputs(tmp_path, "failing", runs)
-    status, output = run_ranks(2, SCRIPT, "2", str(file), controller=controller)
-    assert status not in (0, 2), output
-    assert len(re.findall(r"]<stderr>:Traceback", output)) == 1, output  # the launcher may show its own
-    assert re.search(r"]<stderr>:Traceback(.*\n)*?.*ArithmeticError: a stage raises", output), output
 
 
 def test_replicas_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -52,20 +51,15 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("mine.py").write_text(MODULE)
     Path("kill").touch()
     script = tmp_path / "discover.sh"
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
     script.chmod(0o755)
     launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
-    job = subprocess.run(
-        [*launcher, "--host-discovery-script", script, PROGRAM, "train", *SETTINGS, "--output=run"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    command = [*launcher, "--host-discovery-script", script, PROGRAM, "train", *SETTINGS, "--output=run"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "Resumes after step 5 on 1 ranks, learning rate x 1." in job.stdout  # the rank was lost in step 9
     assert not Path("kill").exists()
