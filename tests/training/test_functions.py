@@ -36,7 +36,6 @@ class Pairs(torch.utils.data.Dataset):
     def __getitem__(self, index): return torch.full((2,), float(index)), index % 5
 
 def data(): return Pairs(), Pairs()
-def one(): return Pairs()
 def broken(): return [torch.zeros(2)]
 def endless(): return iter(())
 def number(): return 3
@@ -54,13 +53,10 @@ class Wide(torch.utils.data.Dataset):
     def __len__(self): return 20
     def __getitem__(self, index): return torch.zeros(3), 0
 
-def records(): return Records(), None
 class Stream:
     def __iter__(self): return iter([(torch.zeros(2), 0)] * 30)
 class Boxes(Pairs):
     def __getitem__(self, index): return torch.zeros(2), {"box": torch.zeros(4)}
-def boxes(): return Boxes()
-def wide(): return Wide(), Wide()
 def each(output, target): return functional.cross_entropy(output, target, reduction="none")
 def words(output, target): return "good"
 def right(output, target): return (output.argmax(1) == target).double().mean()
@@ -114,7 +110,7 @@ def test_the_parts_of_a_run() -> None:
 
 
 def test_other_forms() -> None:
-    split = made(data="own_module:one", validation_split=0.25, model_options={"width": 7})
+    split = made(data="own_module:Pairs", validation_split=0.25, model_options={"width": 7})
     assert (len(split.train), len(split.test)) == (15, 5) and split.model[0].out_features == 7
     drawn = (one.batch([i], [0]) for one in (split.train, split.test) for i in range(len(one)))
     assert {int(batch.inputs[0][0, 0]) for batch in drawn} == set(range(20))
@@ -142,12 +138,12 @@ def test_other_forms() -> None:
         ({"data": "own_module:nothing"}, "own_module:nothing returned NoneType"),
         ({"data": "own_module:fails"}, "data: own_module:fails raised FileNotFoundError: [Errno 2]"),
         ({"data": "own_module:three"}, "own_module:three returned a tuple of 3"),
-        ({"data": "own_module:records"}, "a sample is a dict with the keys x, y"),
-        ({"data": "own_module:boxes"}, "no batch can be made of the samples of own_module:boxes"),
+        ({"data": "own_module:Records"}, "a sample is a dict with the keys x, y"),
+        ({"data": "own_module:Boxes"}, "no batch can be made of the samples of own_module:Boxes"),
         ({"data": "own_module:Stream", "steps": 3}, "samples without numbers are for a loop of your own"),
         ({"sequence_length": 8}, "trained on own_module:data, leave it out"),
-        ({"data": "own_module:wide"}, "model own_module:model"),
-        ({"data": "own_module:wide"}, "shape (8, 3)"),
+        ({"data": "own_module:Wide"}, "model own_module:model"),
+        ({"data": "own_module:Wide"}, "shape (8, 3)"),
         ({"loss": "own_module:each"}, "loss own_module:each: it returned shape (8,)"),
         ({"metrics": {"right": "own_module:words"}}, 'metrics: right returned "good"'),
     ],

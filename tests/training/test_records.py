@@ -71,24 +71,38 @@ class Heard:
         self.heard.append(f"end {outcome and outcome.steps}")
 
 
-def test_the_first_rank_tells_a_callback_of_all_that_happens(
+def test_a_callback_is_told_of_all_that_happens_and_the_log_and_traces_say_where_the_time_goes(
     text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a run with deterministic kernels."""
     Heard.heard.clear()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    values = settings("gpt-tiny", text, steps=4, log_every=1, snapshot_every=2, eval_every=2)
+    values = settings("gpt-tiny", text, steps=4, log_every=1, snapshot_every=2, eval_every=2, profile="2:3")
+    values.update(segments=2, accumulate=2, deterministic=True, callback=f"{__name__}:Heard")
     try:
-        train(folder / "run", **values, deterministic=True, callback=f"{__name__}:Heard")
+        train(folder / "run", **values)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
     told = [one for one in Heard.heard if not one.startswith("snapshot")]
     expected = ["begin 0 (True, False)", "log 1", "log 2", "evaluation 2", "log 3", "log 4", "evaluation 4"]
-    assert told == ([*expected, "end 4"] if hc.rank() == 0 else [])
+    assert told == ([*expected, "end 4"] if hc.rank() == 0 else [])  # the first process alone is told
     if told:
         assert Heard.heard[-2:] == ["snapshot 4", "end 4"] and Heard.heard.count("snapshot 2") == 1
         assert Heard.heard.index("snapshot 2") > Heard.heard.index("evaluation 2")
+
+    for record in (one for one in read(folder / "run" / "log.jsonl") if one["kind"] == "train"):
+        parts = {kind: record[f"{kind}_seconds"] for kind in KINDS}
+        assert all(seconds > 0 for seconds in parts.values()), parts
+        assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
+    trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
+    names = Counter(event["name"].split(" (")[0] for event in trace if "hvd_ckpt: " in event["name"])
+    spans = {"data": 2, "forward": 4, "backward": 4, "recompute segment 1 of 2": 4, "update": 2}
+    for name, times in spans.items():
+        assert names[f"hvd_ckpt: {name}"] == times, names
+    buckets = [name for name in names if name.startswith("hvd_ckpt: send bucket")]
+    assert buckets and all(names[name] == 2 for name in buckets)
+    assert sum(bool(re.search(r"wait for .*bucket", name)) for name in names) == len(buckets)
 
 
 class Failing(Heard):
@@ -96,7 +110,7 @@ class Failing(Heard):
         raise KeyError("planted in a callback")
 
 
-@pytest.mark.ranks(gloo=(1,))  # where other ranks would be ended: test_endings.py
+@pytest.mark.ranks(gloo=(1,))  # where other ranks would be ended: test_launch.py
 def test_an_exception_of_a_callback_ends_the_run(text: Path, folder: Path) -> None:
     with pytest.raises(KeyError, match="planted in a callback"):
         train(folder / "run", **settings("gpt-tiny", text), callback=f"{__name__}:Failing")
@@ -133,25 +147,6 @@ def test_a_run_leaves_logs_its_settings_and_the_newest_snapshots(text: Path, fol
         train(folder / "run", **values)
     with pytest.raises(ValueError, match="there is no snapshot in"):
         train(folder, **values, resume=str(folder))
-
-
-def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(
-    text: Path, folder: Path
-) -> None:
-    values = settings("gpt-tiny", text, log_every=1, segments=2, accumulate=2, profile="2:3")
-    train(folder / "run", **values)
-    for record in read(folder / "run" / "log.jsonl")[:3]:
-        parts = {kind: record[f"{kind}_seconds"] for kind in KINDS}
-        assert all(seconds > 0 for seconds in parts.values()), parts
-        assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
-    trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
-    names = Counter(event["name"].split(" (")[0] for event in trace if "hvd_ckpt: " in event["name"])
-    expected = {"data": 2, "forward": 4, "backward": 4, "recompute segment 1 of 2": 4, "update": 2}
-    for name, times in expected.items():
-        assert names[f"hvd_ckpt: {name}"] == times, names
-    buckets = [name for name in names if name.startswith("hvd_ckpt: send bucket")]
-    assert buckets and all(names[name] == 2 for name in buckets)
-    assert sum(bool(re.search(r"wait for .*bucket", name)) for name in names) == len(buckets)
 
 
 # ------------------------------------------------------------------------------------ errors

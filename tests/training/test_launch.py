@@ -1,19 +1,23 @@
-"""``hvd-ckpt train --pipeline`` and ``--replicas``: the bits of one process, resumed in any number of stages and on any number of
-ranks. Errors that end all stages: test_endings.py."""
+"""``hvd-ckpt train`` as jobs: pipeline stages and replicas with the bits of one process, an elastic job with local SGD, and errors
+that end all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from controllers import start_ranks
+from controllers import HOROVODRUN, SCRIPTS, probe, run_ranks, start_ranks
 from safetensors.torch import load_file
 from same import assert_same
 from snapshot_files import read_snapshot
@@ -21,6 +25,7 @@ from snapshot_files import read_snapshot
 from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.snapshots.export import export
+from hvd_ckpt.snapshots.folder import name_of
 from hvd_ckpt.snapshots.reader import open_snapshot
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -28,8 +33,11 @@ from faults.checks import differences
 
 pytestmark = pytest.mark.launch
 
-SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "train_runs.py"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BYTES = bytes(range(32, 127)) * 60
+
+# ------------------------------------------------------------------------------------ stages and replicas
+
 SECONDS = 400
 STEPS, STOPPED = 4, 2
 
@@ -84,13 +92,15 @@ def resumed(
 
 def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
     """Jobs side by side: ranks, pipeline stages and runs of each."""
-    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
+    (folder / "text.txt").write_bytes(BYTES)
     started = []
     for name, (ranks, stages, runs) in jobs.items():
         (folder / name).mkdir()
         file = folder / f"{name}.json"
         file.write_text(json.dumps(runs), "utf-8")
-        started.append(start_ranks(ranks, SCRIPT, str(stages), str(file), PYTHONPATH=str(EXAMPLES)))
+        started.append(
+            start_ranks(ranks, SCRIPTS / "train_runs.py", str(stages), str(file), PYTHONPATH=str(EXAMPLES))
+        )
     with ThreadPoolExecutor(len(started)) as pool:
         said = [pool.submit(job.communicate) for job in started]
         limit = time.monotonic() + SECONDS
@@ -104,7 +114,7 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return read_snapshot(run / "snapshots" / f"step-{step:08d}").weights
+    return read_snapshot(run / "snapshots" / name_of(step)).weights
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -114,7 +124,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
-    export(open_snapshot(run / "snapshots" / f"step-{STEPS:08d}"), file, ema=True)
+    export(open_snapshot(run / "snapshots" / name_of(STEPS)), file, ema=True)
     return load_file(file)
 
 
@@ -134,7 +144,7 @@ def test_models_train_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None
     run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
     for name in MODELS:
         one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
-        written = read_snapshot(two / "snapshots" / f"step-{STEPS:08d}")
+        written = read_snapshot(two / "snapshots" / name_of(STEPS))
         assert written.manifest is not None and written.manifest.layout.pipeline_stages == 2
         tied = bool(written.manifest.aliases)
         assert tied == (name == "gpt2-tiny")
@@ -164,3 +174,139 @@ def test_replicas_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> N
         # Its log has the steps from the middle on.
         found = differences(Path(f"{shared}-resumed"), alone, STEPS, None)
         assert [name for name in found if name != "plan"] == ["the steps in the log"]
+
+
+# ------------------------------------------------------------------------------------ local SGD
+
+PROGRAM = Path(sys.executable).parent / "hvd-ckpt"
+LOCAL_STEPS = 14
+MINE = """
+import os, signal
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.nn import functional
+
+steps = 0
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+def samples():
+    inputs = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
+    return [(one, torch.tensor(number % 4)) for number, one in enumerate(inputs)]
+
+def loss(output, targets):
+    global steps
+    steps += torch.is_grad_enabled()
+    if steps == 9 and hvd.rank() == 1 and Path("kill").exists():
+        Path("kill").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return functional.cross_entropy(output, targets)
+"""
+LOCAL = ["--model=mine:make", "--data=mine:samples", "--loss=mine:loss", "--batch=4"]
+LOCAL += [
+    "--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8",
+    "--schedule=constant",
+    f"--steps={LOCAL_STEPS}",
+]
+LOCAL += ["--blocking-snapshots", "--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
+
+
+def test_an_elastic_job_goes_on_from_the_last_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("mine.py").write_text(MINE)
+    Path("kill").touch()
+    script = tmp_path / "discover.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
+    script.chmod(0o755)
+    launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    command = [*launcher, "--host-discovery-script", script, PROGRAM, "train", *LOCAL, "--output=run"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Resumes after step 5 on 1 ranks, learning rate x 1." in job.stdout  # the rank was lost in step 9
+    assert not Path("kill").exists()
+
+    shutil.copytree("run/snapshots/step-00000005", "again/snapshots/step-00000005")
+    shutil.copy("run/config.yaml", "again")
+    status, output = run_ranks(1, PROGRAM, "train", "--resume=again")
+    assert status == 0, output
+    ends = [read_snapshot(Path(run, "snapshots", name_of(LOCAL_STEPS)), 0) for run in ("run", "again")]
+    for kind in {name.partition("/")[0] for name in ends[0].manifest.tensors}:
+        assert_same(*(end.whole_tensors(kind) for end in ends), place=kind)
+    assert ends[0].replicated["progress"]["position"] == 4 * (2 * 5 + LOCAL_STEPS - 5)
+
+
+# ------------------------------------------------------------------------------------ errors
+
+MARK = "HVD_CKPT_TEST_OF_ENDINGS"
+
+
+@pytest.mark.parametrize(
+    "place, controller, layout", [("writer", "gloo", []), ("backward", "mpi", ["--pipeline=2"])]
+)
+def test_an_error_on_one_rank_ends_all(
+    place: str, controller: str, layout: list[str], tmp_path: Path
+) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        pytest.skip("MPI does not work here")
+    text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
+    text.write_bytes(BYTES)
+    scratch.mkdir()
+    settings = "--model gpt-tiny --model-option layers=1 --sequence-length 16 --steps 999999 --batch 2"
+    settings += f" --snapshot-every 2 --data text:{text} --output {tmp_path / 'run'}"
+    environment = {
+        MARK: str(tmp_path),
+        "TMPDIR": str(scratch),
+        "OMPI_MCA_btl_vader_backing_directory": str(scratch),  # for its shared memory
+    }
+    words = [place, *settings.split(), *layout]
+    status, output = run_ranks(2, SCRIPTS / "fail_somewhere.py", *words, controller=controller, **environment)
+    assert status != 0
+    lines = output.splitlines()
+    assert sum(line.endswith(">:RuntimeError: planted on rank 1") for line in lines) == 1, output
+    assert sum("rank 1 on host" in line and "ended by this error" in line for line in lines) == 1
+    of_other = [line for line in lines if "rank 0 on host" in line]
+    assert len(of_other) <= 1 and "Traceback" not in "".join(of_other)
+    tracebacks = [line for line in lines if ">:" in line and "Traceback" in line]  # horovodrun adds its own
+    assert len(tracebacks) == 1, output
+    started = [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
+    assert not psutil.wait_procs(started, timeout=60)[1]  # mpirun does not wait for ranks that it has killed
+    assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
+    assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir() if ".tmp-" in path.name] == []
+
+
+def has_mark(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder)
+    except psutil.Error:
+        return False
+
+
+def said_by_ranks(job: subprocess.Popen[str]) -> str:
+    """What the ranks of a job that failed said, without the launcher's tags and its own traceback."""
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode != 0, output
+    output = re.sub(r"\[(1,)?\d\]<std(out|err)>:", "", output)
+    return output.partition('Traceback (most recent call last):\n  File "' + HOROVODRUN[-1])[0]
+
+
+def test_an_error_of_several_ranks_of_a_script_is_shown_once_and_another_one_too() -> None:
+    """A hook of one's own hears every rank."""
+    with (
+        start_ranks(3, SCRIPTS / "uncaught.py", "differ") as differ,
+        start_ranks(2, SCRIPTS / "uncaught.py", "hook") as hook,
+    ):
+        said, heard = said_by_ranks(differ), said_by_ranks(hook)
+    assert said.count("Traceback (most recent call last)") == 2, said
+    assert said.count("KeyError: 'planted on the last rank'") == 1
+    assert len(re.findall(r"(?m)^rank 2 on host .+: ended by this error:$", said)) == 1, said
+    assert said.count("ValueError: planted on ranks") == 2
+    others = re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)
+    assert len(others) == 1
+    assert heard.count("own hook: planted on ranks") == 2 and "Traceback" not in heard, heard
