@@ -14,7 +14,6 @@ from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference
 from hvd_ckpt.app.compare.report import make_report
-from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
 from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.training import fingerprint
@@ -231,11 +230,3 @@ def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
     recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
     recording.close_step()
     assert recording.order == ["a b", "a", "a"] and recording.most == 2
-
-
-def test_engines_are_found_by_name_or_path():
-    assert find_engine("ddp") is ENGINES["ddp"]
-    assert find_engine("hvd_ckpt.app.compare.runner.engines:DDP") is ENGINES["ddp"]
-    for name in ("nccl", "nowhere.at_all:Engine", "json:Nothing", "json:JSONDecoder"):
-        with pytest.raises(ValueError, match=name):
-            find_engine(name)

@@ -129,30 +129,26 @@ def test_fine_tuning_unfreezes_the_backbone(shard: str) -> None:
 
 
 class Manual(Regression):
-    """Manual optimization, with a closure or without."""
+    """Manual optimization with a closure; without one: tests/differential."""
 
-    def __init__(self, closure: bool) -> None:
-        super().__init__(rate=0.0)
-        self.automatic_optimization, self.closure = False, closure
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
 
         def closure():
-            loss = Regression.training_step(self, batch, batch_idx)
+            loss = super(Manual, self).training_step(batch, batch_idx)
             optimizer.zero_grad()
             self.manual_backward(loss)
             return loss
 
-        if self.closure:
-            optimizer.step(closure=closure)
-        else:
-            closure()
-            optimizer.step()
+        optimizer.step(closure=closure)
 
 
-def test_manual_optimization() -> None:
-    modules = Manual(closure=True), Manual(closure=False)
+def test_manual_optimization_ends_in_the_bits_of_automatic_one() -> None:
+    modules = Manual(optimizer=sgd(0.1)), Regression(optimizer=sgd(0.1))
     for module in modules:
         fitted(module)
         hc.verify(module)
