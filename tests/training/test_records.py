@@ -164,7 +164,10 @@ NO_TEXT = {"data": None, "sequence_length": None, "model_options": {}}
         ({"data": "text:/no/such/file"}, "/no/such/file"),
         ({"data": "images:folder"}, "data images:folder: the model gpt-tiny is trained on text, leave"),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
-        ({"optimizer": "adafactor", "weight_decay": 0.0, "shard": 1}, "shard optimizer: Adafactor"),
+        (
+            {"optimizer": "adafactor", "weight_decay": 0.0, "shard": 1},
+            "shard optimizer: optimizer Adafactor does not",
+        ),
         ({"batch_norm": "deferred"}, "batch_norm deferred: this Chain has no batch norm"),
         ({"segments": 100}, "segments 100: this model has"),
         ({"plan": "/no/plan.json"}, "plan: cannot read '/no/plan.json'"),

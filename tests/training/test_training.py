@@ -119,7 +119,7 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
 ) -> None:
     """The first rank reads the shards of the weights for all; and what does not fit a run in shards."""
     offload = "parameters" if stage == 3 else "optimizer"
-    shard = f"{stage},wire=int8,offload={offload},folder={folder},accumulate_locally=true"
+    shard = f"{stage},wire=int8,offload={offload},folder={folder}"
     values = settings("gpt-tiny", text, shard=shard, clip=0.5, verify="every=1", bucket_cap_mb=0.02, ema=0.8)
     values.update(accumulate=2, segments=3, steps=4, snapshot_every=2, keep_snapshots=9)
     _, whole = train(folder / "run", **values)
