@@ -65,9 +65,7 @@ def measure(job: Job) -> Result:
     return Result(rank, {name: Inner(math.inf) for name in job.names})
 
 
-def test_a_job_gives_the_result_of_each_rank_in_order_or_the_error_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_gives_the_result_of_each_rank_in_order_or_the_error_of_one(tmp_path, monkeypatch) -> None:
     """Ranks run this file as the module ``test_harness``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(Job, "worker", f"{Path(__file__).stem}:measure")
@@ -133,9 +131,7 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
     assert saved["results"] == [{"ratio": ratio, "far": "Infinity", "none": None}]
 
 
-def test_a_report_names_the_settings_of_the_environment_but_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_report_names_the_settings_of_the_environment_but_no_secret(monkeypatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
     facts = machine_facts()

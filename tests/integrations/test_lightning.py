@@ -219,9 +219,7 @@ class Signal(pl.Callback):
 
 
 @pytest.mark.parametrize("shard, number", [("none", signal.SIGTERM), ("parameters", signal.SIGUSR1)])
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
-    folder: Path, shard: str, number: signal.Signals
-) -> None:
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder, shard, number) -> None:
     """A file for a run that has ended stops none."""
     (folder / "stop").touch()
     hc.barrier()

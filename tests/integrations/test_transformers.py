@@ -188,9 +188,7 @@ def test_generation_during_evaluation(folder: Path) -> None:
     assert len(shapes[0]) == 2 and shapes[0][0] == len(data)  # tokens, not logits
 
 
-def test_gradient_checkpointing_and_a_budget_keep_the_bits_and_what_samples_draw(
-    folder: Path, quick_planner: None
-) -> None:
+def test_gradient_checkpointing_and_a_budget_keep_the_bits_and_what_samples_draw(folder, quick_planner):
     plain, recomputed, planned = (
         trained(folder, data=Rows(), **how)
         for how in ({}, {"gradient_checkpointing": True}, {"budget": "0.8x"})
@@ -292,9 +290,7 @@ class Asks(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("way, shard", [("signal", "none"), ("file", "parameters")])
-def test_a_request_to_one_rank_stops_all_with_a_checkpoint(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str, shard: str
-) -> None:
+def test_a_request_to_one_rank_stops_all_with_a_checkpoint(folder, monkeypatch, way, shard) -> None:
     monkeypatch.setattr("hvd_ckpt.processes.stopping.LOOK_SECONDS", 0.0)
     whole = trained(folder, shard=shard)
     handler, stop = signal.getsignal(signal.SIGTERM), SaveOnSignal(folder / "run")
@@ -373,9 +369,7 @@ class Moody(transformers.TrainerCallback):
     ],
 )
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_what_callbacks_of_the_user_decide_is_rank_0s(
-    folder: Path, event: str, flag: str, everywhere: bool
-) -> None:
+def test_what_callbacks_of_the_user_decide_is_rank_0s(folder, event, flag, everywhere) -> None:
     own = [Moody(event, flag, 4)] if everywhere or hc.rank() == 0 else []
     settings = {"save_strategy": "steps", "save_steps": 2} if event == "on_save" else {}
     settings |= {"eval_steps": 7} if flag == "should_evaluate" else {}
@@ -385,9 +379,7 @@ def test_what_callbacks_of_the_user_decide_is_rank_0s(
         assert trainer.state.global_step < 7
 
 
-def test_metrics_are_rank_0s_and_a_stop_stays_due_after_an_evaluation_that_is_not_the_best(
-    folder: Path,
-) -> None:
+def test_metrics_are_rank_0s_and_a_stop_stays_due_after_an_evaluation_that_is_not_the_best(folder) -> None:
     own = {"compute_metrics": lambda found: {"own": float(hc.rank())}, "metric_for_best_model": "own"}
     assert decided(folder, max_steps=3, **own).state.best_metric == 0.0
     stop = SaveOnSignal(folder / "run")

@@ -88,9 +88,7 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     ],
     ids=["streaming", "one group", "fp16", "a sharded group", "an offloaded group"],
 )
-def test_a_run_that_is_killed_anywhere_ends_in_the_bits_of_one_that_is_not(
-    settings: dict[str, Any], folder: Path
-) -> None:
+def test_a_run_that_is_killed_anywhere_ends_in_the_bits_of_one_that_is_not(settings, folder) -> None:
     whole, outcome = train(folder / "whole", **settings, snapshot_every=1, keep_snapshots=STEPS)
     assert_same_end(train(folder / "twice", **settings)[0], whole)
     # One average has just left by then, and the parts of the other are being gathered.
@@ -99,9 +97,7 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_bits_of_one_that_is_not(
     assert_same_end(again, whole)
 
 
-def test_ranks_differ_between_averages_of_which_logs_tell_and_an_evaluation_uses_their_mean(
-    folder: Path,
-) -> None:
+def test_ranks_differ_between_averages_of_which_logs_tell_and_an_evaluation_uses_their_mean(folder) -> None:
     trainer, outcome = train(folder / "run", **STREAMING)
     own = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     everyone = hc.allgather_object(own)
@@ -126,9 +122,7 @@ def test_ranks_differ_between_averages_of_which_logs_tell_and_an_evaluation_uses
         assert 0 < found[3] != found[8] == trainer.optimizer.divergence
 
 
-def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(folder, monkeypatch) -> None:
     settings = {"local": "2,outer_lr=0.7", "steps": 4, "snapshot_every": 1, "keep_snapshots": 4}
     train(folder / "run", **settings)
     within = copy(folder / "run", folder / "within", 3)
@@ -165,9 +159,7 @@ def test_a_loss_that_is_nan_skips_a_step_of_its_rank_or_ends_all(folder: Path, c
     hc.barrier()
 
 
-def test_unsupported_settings_are_one_line_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_settings_are_one_line_on_all_ranks(folder, monkeypatch) -> None:
     for settings, said in (
         ({"local": "4,within=[[0,1,2]]"}, r"local 4,within=\[\[0,1,2\]\]: within=\[\[0, 1, 2\]\]"),
         ({"local": "400,fragments=300"}, "fragments=300"),
@@ -203,9 +195,7 @@ class Odd:
 
 
 @pytest.mark.ranks(gloo=(1, 2))
-def test_a_logged_loss_is_the_mean_over_all_terms_of_all_replicas(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logged_loss_is_the_mean_over_all_terms_of_all_replicas(folder, monkeypatch) -> None:
     """And so is the mean of the losses that the backward passes of replicas begin with."""
     begun: list[float] = []
     backward = Plain._backward
@@ -239,9 +229,7 @@ def test_a_step_that_is_skipped_leaves_the_buffers_of_all_replicas(folder: Path)
 
 
 @pytest.mark.ranks(gloo=(1, 2))
-def test_a_resumed_run_has_as_many_replicas_and_warns_of_what_may_change_bits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_has_as_many_replicas_and_warns_of_what_may_change_bits(folder, monkeypatch) -> None:
     train(folder / "run", replicas=R, steps=2)
     with pytest.raises(ConfigError, match="replicas 2: the run that is to resume has 4"):
         train(folder, replicas=2, steps=3, resume=str(folder / "run"))

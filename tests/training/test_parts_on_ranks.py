@@ -181,9 +181,7 @@ def test_a_request_to_stop_ends_all_trials(before_step: BeforeStep, number: sign
 @pytest.mark.parametrize(
     ("layout", "in_round"), [({}, 0), ({}, 1), ({"pipeline": 2}, 0), ({"tensor": 2}, 0)], ids=str
 )
-def test_a_candidate_for_which_one_rank_has_no_memory_is_refused(
-    before_step: BeforeStep, layout: dict[str, int], in_round: int
-) -> None:
+def test_a_candidate_for_which_one_rank_has_no_memory_is_refused(before_step, layout, in_round) -> None:
     """Also if it had enough in an earlier round."""
     trained: list[Any] = []
 

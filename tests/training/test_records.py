@@ -182,9 +182,7 @@ NO_TEXT = {"data": None, "sequence_length": None, "model_options": {}}
         ({"profile": "4:5"}, "profile 4:5: the run ends after step 3"),
     ],
 )
-def test_invalid_settings_are_an_error_on_every_rank(
-    changes: dict[str, Any], said: str, text: Path, folder: Path
-) -> None:
+def test_invalid_settings_are_an_error_on_every_rank(changes, said, text, folder) -> None:
     with pytest.raises(ConfigError) as caught:
         train(folder / "run", **{**settings("gpt-tiny", text), **changes})
     message = str(caught.value).removeprefix("rank 0: ")  # which alone reads a plan

@@ -71,9 +71,7 @@ def whole(module_folder: Path) -> Path:
 
 
 @twice
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
-    whole: Path, folder: Path
-) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(whole, folder) -> None:
     number = signal.SIGTERM
     before = signal.getsignal(number)
     stopped = train(folder / "run", lambda trainer: os.kill(os.getpid(), number))
@@ -116,9 +114,7 @@ def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @twice
-def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_begins_again(
-    whole: Path, folder: Path
-) -> None:
+def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_begins_again(whole, folder):
     with pytest.raises(NonFiniteLoss, match=rf"^step {AT}: the loss is nan on rank {LAST}, host \S+: lower"):
         train(folder / "run", poisoned=True)
     assert reader.find(folder / "run" / "snapshots") is None
@@ -130,9 +126,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_
 
 @twice
 @pytest.mark.parametrize("options", [{"verify": "weights=false,every=2"}, {}], ids=["all", "in steps"])
-def test_weights_that_have_drifted_end_all_ranks_and_are_named(
-    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder, options, monkeypatch) -> None:
     monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_BYTES", 1 << 30)  # all in one part
     monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_TENSORS", 1000)
 
@@ -153,9 +147,7 @@ def test_weights_that_have_drifted_end_all_ranks_and_are_named(
 
 
 @twice
-def test_a_state_that_no_run_could_resume_from_is_not_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_no_run_could_resume_from_is_not_written(folder, monkeypatch) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda trainer: {"loss": -math.inf})
     with pytest.raises(SnapshotError, match=r"step 6 was not written, since .*: progress.best is -inf"):
         train(folder / "run")

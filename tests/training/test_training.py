@@ -52,9 +52,7 @@ def train(folder: Path, recording: bool = False, poisoned: int = 0, **values: An
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everything(
-    name: str, text: Path, folder: Path
-) -> None:
+def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everything(name, text, folder) -> None:
     values = settings(name, text, accumulate=2)
     kept, outcome = train(folder / "kept", **values)
     weights = final_weights(outcome)
@@ -82,9 +80,7 @@ def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everythin
 
 @pytest.mark.ranks(gloo=(1, 2), mpi=(2,))
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.ranks(gloo=(2,)))])
-def test_a_run_that_is_resumed_ends_in_the_bits_of_one_never_stopped(
-    precision: str, text: Path, folder: Path
-) -> None:
+def test_a_run_that_is_resumed_ends_in_the_bits_of_one_never_stopped(precision, text, folder) -> None:
     """In half precision with a plan, too, which the snapshot holds; and then with changed settings."""
     values = settings("gpt-tiny", text, steps=4, precision=precision, schedule="cosine", warmup=2, clip=0.5)
     values.update(eval_every=2, snapshot_every=2, keep_snapshots=5, log_every=1, accumulate=2)
@@ -114,9 +110,7 @@ def test_a_run_that_is_resumed_ends_in_the_bits_of_one_never_stopped(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
-    stage: int, text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(stage, text, folder, monkeypatch) -> None:
     """The first rank reads the shards of the weights for all; and what does not fit a run in shards."""
     offload = "parameters" if stage == 3 else "optimizer"
     shard = f"{stage},wire=int8,offload={offload},folder={folder}"
@@ -142,9 +136,7 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
         train(folder, **values, resume=str(folder / "run" / STEP_4))
 
 
-def test_frozen_layers_stay_and_blocks_have_rates_of_their_own_sharded_and_resumed(
-    text: Path, folder: Path
-) -> None:
+def test_frozen_layers_stay_and_blocks_have_rates_of_their_own_sharded_and_resumed(text, folder) -> None:
     values = settings(
         "gpt-tiny", text, steps=4, freeze="embedding.*,*.bias", layer_decay=0.5, ema=0.5, snapshot_every=2
     )
@@ -203,9 +195,7 @@ class Recording:
 
 
 @pytest.mark.ranks(gloo=(2, 4))
-def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count_right(
-    text: Path, folder: Path
-) -> None:
+def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count_right(text, folder) -> None:
     """Three epochs, and three samples in the last global batch: two ranks share them unevenly, one of four has none."""
     count = 2 * hc.size() + 1
     values = settings("gpt-tiny", write_text(folder, 8 * count + 1), epochs=3, batch=2)
@@ -238,9 +228,7 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_resumed_epoch_with_another_global_batch_ends_at_the_end_of_the_stream(
-    text: Path, folder: Path
-) -> None:
+def test_a_resumed_epoch_with_another_global_batch_ends_at_the_end_of_the_stream(text, folder) -> None:
     """As with another number of ranks: the rest of the samples is trained on, each once."""
     count = 8 * hc.size() + 1
     values = settings("gpt-tiny", write_text(folder, 8 * count + 1), epochs=1, batch=2)
@@ -257,9 +245,7 @@ def test_a_resumed_epoch_with_another_global_batch_ends_at_the_end_of_the_stream
     assert kept == [f"step-{step:08}" for step in range(1, outcome.steps + 1)]
 
 
-def test_ranks_with_fewer_batches_keep_step_and_a_skipped_step_leaves_nothing(
-    text: Path, folder: Path
-) -> None:
+def test_ranks_with_fewer_batches_keep_step_and_a_skipped_step_leaves_nothing(text, folder) -> None:
     """A last batch of three samples, three samples to evaluate on one by one, and a loss that is nan on one rank."""
     values = settings("gpt-tiny", write_text(folder, 16 * 14 + 1), epochs=1, steps=None)
     values.update(accumulate=4, validation_split=0.22, optimizer="sgd", on_nan="skip", eval_batches=None)
