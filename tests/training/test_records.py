@@ -76,7 +76,7 @@ def test_a_callback_is_told_of_all_that_happens_and_the_log_and_traces_say_where
 ) -> None:
     """In a run with deterministic kernels."""
     Heard.heard.clear()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     values = settings("gpt-tiny", text, steps=4, log_every=1, snapshot_every=2, eval_every=2, profile="2:3")
     values.update(segments=2, accumulate=2, deterministic=True, callback=f"{__name__}:Heard")
     try:
