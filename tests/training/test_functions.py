@@ -28,7 +28,7 @@ def model(classes=3, width=4):
     return nn.Sequential(nn.Linear(2, width), nn.Linear(width, classes))
 
 def planned():
-    return model(), (torch.zeros(1, 2),), None
+    return model(classes=5, width=9), (torch.zeros(1, 2),), None
 
 class Pairs(torch.utils.data.Dataset):
     classes = 5
@@ -114,7 +114,7 @@ def test_other_forms() -> None:
     assert (len(split.train), len(split.test)) == (15, 5) and split.model[0].out_features == 7
     drawn = (one.batch([i], [0]) for one in (split.train, split.test) for i in range(len(one)))
     assert {int(batch.inputs[0][0, 0]) for batch in drawn} == set(range(20))
-    assert made(model="own_module:planned").model[-1].out_features == 3
+    assert made(model="own_module:planned").model[0].out_features == 9
     assert made(loss="own_module:Doubled").objective.weight(split.train.batch([0], [0])) == 2
     on_text = made(data="text:own_module.py", loss=None, metrics={"right": "own_module:right"})
     assert on_text.objective.unit == "tokens"
