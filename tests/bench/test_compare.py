@@ -8,8 +8,10 @@ from math import inf, nan
 
 import pytest
 import torch
+from torch import nn
 
 from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
+from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob
@@ -101,6 +103,23 @@ def test_ratio_is_to_stock_horovod_pass_by_pass():
     ]
     add_ratios(results)
     assert [found.ratio for found in results] == list(expected.values())
+
+
+def test_timelines_tell_what_was_executed_in_order(tmp_path):
+    def named(pid, name):
+        return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},
+        named(1, "allreduce.hvd_ckpt.7.0.bucket.0"),
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1, "pid": 1},
+        named(2, "allgather.sizes"),
+        {"ph": "B", "name": "ALLGATHER", "ts": 2, "pid": 2},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 1},
+        {"ph": "E", "ts": 4, "pid": 1},
+    ]
+    (tmp_path / "timeline.json").write_text(json.dumps(events))
+    assert executed(tmp_path / "timeline.json") == ["allgather sizes", "allreduce bucket.0"]
 
 
 def test_batches_follow_from_seed_rank_and_step_and_padding_is_not_predicted(tmp_path):
@@ -196,3 +215,18 @@ def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path)
     assert "| densenet | reentrant | right | **wrong** |" in page and "apex is absent: no GPU" in page
     assert "other, densenet reentrant x2: wrong, ranks differ" in (tmp_path / "details.md").read_text()
     assert "(verdicts.png)" in page and (tmp_path / "verdicts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "unused")}
+    flat = torch.zeros(8)
+    parameters["a"].grad, parameters["b"].grad = flat[:4], flat[4:]
+    recording = Recording(parameters)
+    recording.note_memory([flat], "bucket.0")
+    recording.note_memory([torch.zeros(8)], "something else")
+    recording.close_step()
+    assert recording.order == ["a b"] and recording.most == 1
+    recording.note_memory([flat[:4]], "a")
+    recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
+    recording.close_step()
+    assert recording.order == ["a b", "a", "a"] and recording.most == 2
