@@ -81,12 +81,10 @@ def run_of(folder: Path, job: str, name: str, *settings: str) -> Run:
     return {"arguments": [f"--model={name}", *text, *settings, f"--output={folder / job / name}"]}
 
 
-def resumed(
-    folder: Path, job: str, other: str, run: str, *own: str, name: str = "", step: int = STOPPED
-) -> Run:
+def resumed(folder: Path, job: str, other: str, run: str, *own: str) -> Run:
     """A run of another job that goes on in this one."""
-    to = folder / job / (name or f"{run}-resumed")
-    copy = {"copy": [str(folder / other / run), str(to)], "step": step, "steps": STEPS}
+    to = folder / job / f"{run}-resumed"
+    copy = {"copy": [str(folder / other / run), str(to)], "step": STOPPED, "steps": STEPS}
     return {**copy, "arguments": [f"--resume={to}", *own]}
 
 
@@ -98,9 +96,8 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
         (folder / name).mkdir()
         file = folder / f"{name}.json"
         file.write_text(json.dumps(runs), "utf-8")
-        started.append(
-            start_ranks(ranks, SCRIPTS / "train_runs.py", str(stages), str(file), PYTHONPATH=str(EXAMPLES))
-        )
+        words = str(stages), str(file)
+        started.append(start_ranks(ranks, SCRIPTS / "train_runs.py", *words, PYTHONPATH=str(EXAMPLES)))
     with ThreadPoolExecutor(len(started)) as pool:
         said = [pool.submit(job.communicate) for job in started]
         limit = time.monotonic() + SECONDS
@@ -113,8 +110,8 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
     assert not failed, "\n\n".join(failed)
 
 
-def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return read_snapshot(run / "snapshots" / name_of(step)).weights
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_snapshot(run / "snapshots" / name_of(STEPS)).weights
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -206,18 +203,11 @@ def loss(output, targets):
         os.kill(os.getpid(), signal.SIGKILL)
     return functional.cross_entropy(output, targets)
 """
-LOCAL = ["--model=mine:make", "--data=mine:samples", "--loss=mine:loss", "--batch=4"]
-LOCAL += [
-    "--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8",
-    "--schedule=constant",
-    f"--steps={LOCAL_STEPS}",
-]
-LOCAL += ["--blocking-snapshots", "--snapshot-every=5", "--keep-snapshots=9", "--log-every=5"]
+LOCAL = f"""--model=mine:make --data=mine:samples --loss=mine:loss --batch=4 --schedule=constant --steps={LOCAL_STEPS}
+--local=5,outer_lr=0.7,outer_momentum=0.9,wire=int8 --blocking-snapshots --snapshot-every=5 --keep-snapshots=9 --log-every=5"""
 
 
-def test_an_elastic_job_goes_on_from_the_last_average(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_elastic_job_goes_on_from_the_last_average(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("mine.py").write_text(MINE)
@@ -226,7 +216,7 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
     script.chmod(0o755)
     launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
-    command = [*launcher, "--host-discovery-script", script, PROGRAM, "train", *LOCAL, "--output=run"]
+    command = [*launcher, "--host-discovery-script", script, PROGRAM, "train", *LOCAL.split(), "--output=run"]
     job = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "Resumes after step 5 on 1 ranks, learning rate x 1." in job.stdout  # the rank was lost in step 9
