@@ -71,9 +71,7 @@ ENGINES = {"mine": Mine}
 """
 
 
-def test_a_suite_and_an_engine_are_one_file_each(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_and_an_engine_are_one_file_each(run, tmp_path, monkeypatch) -> None:
     """In this process, which alone knows their folders."""
     for package, text in ((suites, OWN_SUITE), (engines, OWN_ENGINE)):
         own = tmp_path / package.__name__

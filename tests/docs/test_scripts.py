@@ -37,9 +37,8 @@ OWN_LOOP = scripts_of("docs/own-loop.md")
     ],
 )
 def test_a_script_trains_and_rank_0_alone_tells_of_it(
-    page: str, heading: str, needs: str, losses: int, most: float, folder: Path, quick_planner: None,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    page, heading, needs, losses, most, folder, quick_planner, capsys, monkeypatch
+) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which seed_everything() leaves set

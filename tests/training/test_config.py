@@ -123,9 +123,7 @@ ALIASES = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh",
         (b"model_options: &a {x: *a}", "aliases are not allowed"),
     ],
 )
-def test_broken_files_are_one_line_and_run_nothing(
-    content: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_files_are_one_line_and_run_nothing(content, said, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_bytes(content)
     assert said in error_of(lambda: Config.make(read_yaml("run.yaml")))

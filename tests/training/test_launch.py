@@ -240,9 +240,7 @@ MARK = "HVD_CKPT_TEST_OF_ENDINGS"
 @pytest.mark.parametrize(
     "place, controller, layout", [("writer", "gloo", []), ("backward", "mpi", ["--pipeline=2"])]
 )
-def test_an_error_on_one_rank_ends_all(
-    place: str, controller: str, layout: list[str], tmp_path: Path
-) -> None:
+def test_an_error_on_one_rank_ends_all(place, controller, layout, tmp_path) -> None:
     if controller == "mpi" and not probe("mpi").works:
         pytest.skip("MPI does not work here")
     text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
