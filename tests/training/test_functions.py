@@ -116,7 +116,8 @@ def test_other_forms() -> None:
     assert {int(batch.inputs[0][0, 0]) for batch in drawn} == set(range(20))
     assert made(model="own_module:planned").model[0].out_features == 9
     assert made(loss="own_module:Doubled").objective.weight(split.train.batch([0], [0])) == 2
-    on_text = made(data="text:own_module.py", loss=None, metrics={"right": "own_module:right"})
+    of_text = {"data": "text:own_module.py", "metrics": {"right": "own_module:right"}}
+    on_text = hc.training.assemble(hc.training.Config(model="own_module:model", **of_text))
     assert on_text.objective.unit == "tokens"
 
 
