@@ -14,7 +14,6 @@ from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference
 from hvd_ckpt.app.compare.report import make_report
-from hvd_ckpt.app.compare.runner.engines import ENGINES, find_engine
 from hvd_ckpt.app.compare.runner.jobs import EventReader, JobError, RankJob
 from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.training import fingerprint
@@ -37,18 +36,15 @@ def test_fingerprint_sees_a_single_bit_and_the_name():
 def test_events_are_read_once_whole_and_in_order_of_time(tmp_path, monkeypatch):
     reader, job = EventReader(tmp_path), RankJob(tmp_path, 2)
     assert reader.new() == []
-    for rank, event in (
-        (1, {"event": "step", "cell": "a"}),
-        (0, {"event": "result", "loss": inf, "far": [inf]}),
-    ):
+    for rank, event in ((1, {"event": "step"}), (0, {"event": "result", "loss": inf, "far": [inf]})):
         monkeypatch.setenv("HOROVOD_RANK", str(rank))
         job.tell(**event)
     with (tmp_path / "rank0.jsonl").open("a") as stream:
         stream.write('{"event": "half", "ra')
     events = reader.new()
-    assert sorted(event["event"] for event in events) == ["result", "step"]
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
-    result = next(event for event in events if event["event"] == "result")
+    result, step = sorted(events, key=lambda event: event["event"])
+    assert (step["event"], step["rank"]) == ("step", 1)
     assert (result["loss"], result["far"], result["rank"]) == (inf, [inf], 0)
     assert reader.new() == []
     with (tmp_path / "rank0.jsonl").open("a") as stream:
@@ -57,11 +53,9 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path, monkeypatch):
 
 
 def trained(rank, **changes):
-    values = {
-        "weights": "w", "buffers": f"b{rank}", "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0,
-        "buffer_relative": 0.0, "buffer_worst": "", "most": 1, "order": f"o{rank}",
-    }  # fmt: skip
-    return {**values, **changes}
+    off = {"difference": 0.0, "relative": 0.0, "worst": ""}
+    off |= {f"buffer_{name}": value for name, value in off.items()}
+    return {"weights": "w", "buffers": f"b{rank}", "most": 1, "order": f"o{rank}", **off, **changes}
 
 
 def measured(rank, **changes):
@@ -77,37 +71,38 @@ def judged(*trainings, cell=CELL):
     return judge(cell, "engine", trainings)
 
 
+RANKS = [trained(0), trained(1)]
+
+
 def test_a_right_result_has_its_figures():
     result = judged(
-        [trained(0), trained(1)],
+        RANKS,
         [measured(0), measured(1)],
         [timed(0), timed(1, seconds=[9, 9, 2.0, 1.0])],
         [timed(0), timed(1)],
     )
     assert (result.status, result.reason, result.right) == ("right", "", True)
-    assert result.runs == 4
-    assert result.peak_bytes == 101
-    assert (result.most, result.same_order) == (1, True)
+    assert (result.runs, result.peak_bytes, result.most, result.same_order) == (4, 101, 1, True)
     assert result.pass_seconds == (2.5, 2.0)  # of the slowest rank, warm-up left out
     assert result.step_seconds == 2.25
 
 
 def test_ratio_is_to_stock_horovod_pass_by_pass():
     """To its time without recomputation where that was measured, else to its time in the same cell."""
-
-    def result(engine, workload, variant, *seconds):
-        return Result(engine, workload, variant, 0 if variant == "none" else 2, "right", pass_seconds=seconds)
-
+    expected = {
+        ("horovod", "densenet", "none", (2.0, 4.0)): 1.0,
+        ("horovod", "densenet", "reentrant", (4.0, 4.0)): 1.5,
+        ("engine", "densenet", "reentrant", (1.0, 4.0)): 0.75,
+        ("horovod", "plain", "reentrant", (5.0,)): 1.0,
+        ("engine", "plain", "reentrant", (4.0,)): 0.8,
+        ("engine", "tied", "reentrant", (4.0,)): None,
+    }
     results = [
-        result("horovod", "densenet", "none", 2.0, 4.0),
-        result("horovod", "densenet", "reentrant", 4.0, 4.0),
-        result("engine", "densenet", "reentrant", 1.0, 4.0),
-        result("horovod", "plain", "reentrant", 5.0),
-        result("engine", "plain", "reentrant", 4.0),
-        result("engine", "tied", "reentrant", 4.0),
+        Result(engine, workload, variant, 0 if variant == "none" else 2, "right", pass_seconds=seconds)
+        for engine, workload, variant, seconds in expected
     ]
     add_ratios(results)
-    assert [found.ratio for found in results] == [1.0, 1.5, 0.75, 1.0, 0.8, None]
+    assert [found.ratio for found in results] == list(expected.values())
 
 
 def test_timelines_tell_what_was_executed_in_order(tmp_path):
@@ -143,66 +138,54 @@ def test_batches_follow_from_seed_rank_and_step_and_padding_is_not_predicted(tmp
             assert not torch.equal(batch.inputs[0], other.inputs[0])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [nan, inf])
 def test_difference_is_absolute_and_relative_to_what_training_changed(bad):
     start = {"big": torch.zeros(2), "small": torch.zeros(2)}
     expected = {"big": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.1, 0.0])}
-    assert largest_difference(expected, expected, start) == (0.0, 0.0, "")
     found = {"big": torch.tensor([10.5, 0.0]), "small": torch.tensor([0.0, 0.0])}
-    relative = pytest.approx(0.1 / (0.1 + 0.01 * 10))
-    assert largest_difference(found, expected, start) == (0.5, relative, "small")
-    assert largest_difference({**found, "small": torch.tensor([0.0, bad])}, expected, start)[0] == inf
-    assert largest_difference({}, expected, start) == (inf, inf, "big")
     lost = {**expected, "small": torch.tensor([0.0, bad])}
-    assert (
-        largest_difference(found, lost, start) == largest_difference(lost, lost, start) == (inf, inf, "small")
-    )
+    relative = pytest.approx(0.1 / (0.1 + 0.01 * 10))
+    assert largest_difference(expected, expected, start) == (0.0, 0.0, "")
+    assert largest_difference(found, expected, start) == (0.5, relative, "small")
+    assert largest_difference({**found, "small": lost["small"]}, expected, start)[0] == inf
+    assert largest_difference({}, expected, start) == (inf, inf, "big")
+    for other in (found, lost):
+        assert largest_difference(other, lost, start) == (inf, inf, "small")
 
 
-RANKS = [trained(0), trained(1)]
-WRONG = [
-    ([[trained(0), trained(1, weights="v")]], "ranks differ"),
-    ([[trained(0), trained(1, relative=0.5, worst="stem")]], "weights off by 50 % .*stem"),
-    (
-        [[trained(0), trained(1, relative=inf, difference=inf, worst="stem")]],
-        "weights off by inf %",
-    ),
-    ([[trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)]], "buffers off by 100 % .*mean"),
-    ([RANKS, [measured(0), measured(1, buffers="x")]], "runs differ"),
-    ([RANKS, [measured(0, weights="v"), measured(1, weights="v")]], "^runs differ$"),
-]
-LOOSE = [
-    ([RANKS, [measured(0, order="x"), measured(1)]], "order of reductions differs"),
-    ([[trained(0), trained(1, most=2)]], "a gradient is reduced 2 times in a step"),
-]
+TWICE = [trained(rank, most=2) for rank in (0, 1)]
+MAY_REDUCE_AGAIN = Cell("changing-graph", "reentrant", 2)  # a late gradient
 
 
 @pytest.mark.parametrize(
-    ("trainings", "reason", "status"),
-    [*((*one, "wrong") for one in WRONG), *((*one, "loose") for one in LOOSE)],
-)
-def test_wrong_results_name_their_difference(trainings, reason, status):
-    result = judged(*trainings)
-    assert (result.status, result.right) == (status, False)
+    ("trainings", "cell", "reason", "status"),
+    [
+        ([[trained(0), trained(1, weights="v")]], CELL, "ranks differ", "wrong"),
+        ([[trained(0), trained(1, relative=0.5, worst="stem")]], CELL, "weights off by 50 % .*stem", "wrong"),
+        ([[trained(0), trained(1, relative=inf, difference=inf)]], CELL, "weights off by inf %", "wrong"),
+        ([[trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)]], CELL, "buffers off by 100 % .*mean", "wrong"),
+        ([RANKS, [measured(0), measured(1, buffers="x")]], CELL, "runs differ", "wrong"),
+        ([RANKS, [measured(0, weights="v"), measured(1, weights="v")]], CELL, "^runs differ$", "wrong"),
+        ([RANKS, [timed(0, weights="v"), timed(1, weights="v")]], CELL, "^runs differ$", "wrong"),
+        (JobError("why", "hang"), CELL, "^why$", "hang"),
+        ([RANKS, [measured(0, order="x"), measured(1)]], CELL, "order of reductions differs", "loose"),
+        ([TWICE], CELL, "a gradient is reduced 2 times in a step", "loose"),
+        ([[trained(0, relative=1e-5, difference=1e-7), trained(1)]], CELL, "^$", "right"),  # rounding
+        ([TWICE], MAY_REDUCE_AGAIN, "^$", "right"),
+    ],
+)  # fmt: skip
+def test_wrong_results_name_their_difference(trainings, cell, reason, status):
+    result = judge(cell, "engine", trainings)
+    assert (result.status, result.right) == (status, status == "right")
     assert re.search(reason, result.reason), result.reason
 
 
-def test_what_is_right_all_the_same():
-    assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right, "rounding"
-    cell = Cell("changing-graph", "reentrant", 2)  # may reduce a late gradient again
-    assert judged([trained(rank, most=2) for rank in (0, 1)], cell=cell).right
-    unknown = [trained(0), trained(1)]  # nothing was recorded
-    for figures in unknown:
-        del figures["most"], figures["order"]
+def test_what_was_not_recorded_is_not_wrong():
+    unknown = [
+        {name: figure for name, figure in one.items() if name not in ("most", "order")} for one in RANKS
+    ]
     result = judged(unknown)
     assert result.right and (result.most, result.same_order) == (None, None)
-
-
-def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
-    result = judge(CELL, "engine", JobError("why", "hang"))
-    assert (result.status, result.reason, result.right) == ("hang", "why", False)
-    other = [timed(0, weights="v"), timed(1, weights="v")]
-    assert judged(RANKS, other).reason == "runs differ"
 
 
 def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
@@ -212,10 +195,9 @@ def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path)
         how = {"subject": subject, "title": "2 ranks", "facts": {"np": 2}, "remarks": remarks}
         return make_report(run, results, workloads, **how)
 
-    right = judged([trained(0), trained(1)])
+    right = judged(RANKS)
     wrong = judged([trained(0), trained(1, weights="v", difference=nan)])
-    four = Cell("densenet", "reentrant", 4)
-    folded = judged([trained(rank, relative=1.0) for rank in (0, 1)], cell=four)
+    folded = judged([trained(rank, relative=1.0) for rank in (0, 1)], cell=Cell("densenet", "reentrant", 4))
     assert report_of(right).success
     assert not report_of(right, wrong).success
     assert not report_of(right, wrong, subject="other").success, "no result is no success"
@@ -248,11 +230,3 @@ def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
     recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
     recording.close_step()
     assert recording.order == ["a b", "a", "a"] and recording.most == 2
-
-
-def test_engines_are_found_by_name_or_path():
-    assert find_engine("ddp") is ENGINES["ddp"]
-    assert find_engine("hvd_ckpt.app.compare.runner.engines:DDP") is ENGINES["ddp"]
-    for name in ("nccl", "nowhere.at_all:Engine", "json:Nothing", "json:JSONDecoder"):
-        with pytest.raises(ValueError, match=name):
-            find_engine(name)

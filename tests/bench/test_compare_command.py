@@ -42,9 +42,8 @@ def run(tmp_path, monkeypatch):
 
 
 def no_rank_is_left(output):
-    started = [
-        json.loads(file.read_text().splitlines()[0]) for file in output.glob("out/jobs/**/rank*.jsonl")
-    ]
+    files = output.glob("out/jobs/**/rank*.jsonl")
+    started = [json.loads(file.read_text().splitlines()[0]) for file in files]
     return started and not any(psutil.pid_exists(event["pid"]) for event in started)
 
 
@@ -130,18 +129,8 @@ def test_the_script_of_the_original_comparison_trains_in_mixed_precision(tmp_pat
 
 
 def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
-    arguments = [
-        "--quick",
-        "--steps",
-        "1",
-        "--workloads",
-        "densenet",
-        "--scenarios",
-        "nothing",
-        "--variants",
-        "reentrant",
-    ]
-    result = CliRunner().invoke(compare, [*arguments, "--chunks", "99", "--output", str(tmp_path / "out")])
+    options = "--quick --steps 1 --workloads densenet --scenarios nothing --variants reentrant --chunks 99"
+    result = CliRunner().invoke(compare, [*options.split(), "--output", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert result.output.startswith("Error: 99 chunks are too many for densenet: it has 13 blocks")
     assert result.output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: jobs and their errors, statistics, reports, commands and their exit status."""
+"""The harness of the benchmarks: jobs and their errors, statistics, reports, commands, their exit status and bad arguments."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from pydantic import Field
 
+from benchmarks.__main__ import benchmarks
 from benchmarks.quartiles import Quartiles, quartiles, quartiles_of_ratios
 from benchmarks.suites.local import local
 from benchmarks.suites.offload import offload
@@ -24,6 +25,7 @@ from benchmarks.suites.recompute import recompute
 from benchmarks.suites.reduce import reduce
 from benchmarks.suites.scale_on_hosts import scale_on_hosts
 from benchmarks.workloads import WORKLOADS, workload
+from hvd_ckpt.app.compare.command import compare
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
@@ -63,23 +65,14 @@ def measure(job: Job) -> Result:
     return Result(rank, {name: Inner(math.inf) for name in job.names})
 
 
-@pytest.fixture
-def ranks_import_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_gives_the_result_of_each_rank_in_order_or_the_error_of_one(tmp_path, monkeypatch) -> None:
     """Ranks run this file as the module ``test_harness``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(Job, "worker", f"{Path(__file__).stem}:measure")
-
-
-@pytest.mark.usefixtures("ranks_import_this_file")
-def test_a_job_gives_the_result_of_each_rank_in_order(tmp_path: Path) -> None:
     ranks = run_job(Job(tmp_path / "job", 2, ("a", "b")), Result, "gloo", 60)
     assert ranks == [Result(rank, {"a": Inner(math.inf), "b": Inner(math.inf)}) for rank in (0, 1)]
-
-
-@pytest.mark.usefixtures("ranks_import_this_file")
-def test_an_error_on_one_rank_is_the_error_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="ArithmeticError: planted .*log.txt"):
-        run_job(Job(tmp_path / "job", 2, broken=1), Result, "gloo", 60)
+        run_job(Job(tmp_path / "broken", 2, broken=1), Result, "gloo", 60)
 
 
 def test_a_process_ends_with_everything_that_it_started(tmp_path: Path) -> None:
@@ -130,25 +123,15 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
     report = Report("A title", {"machine": "m"}, [table], results, ["a remark"], ["a note"], draw=draw)
     report.save(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    for words in (
-        "# A title",
-        "- machine: m",
-        "![picture](picture.png)",
-        "| ddp | 2.0 |",
-        "- a remark",
-        "- a note",
-    ):
-        assert words in page
+    told = ("# A title", "- machine: m", "![picture](picture.png)", "| ddp | 2.0 |", "- a remark", "- a note")
+    assert [words for words in told if words not in page] == []
     saved = json.loads((tmp_path / "results.json").read_text())
+    ratio = {"median": 1.0, "low": 1.0, "high": 1.0}
     assert saved["machine"] == "m"
-    assert saved["results"] == [
-        {"ratio": {"median": 1.0, "low": 1.0, "high": 1.0}, "far": "Infinity", "none": None}
-    ]
+    assert saved["results"] == [{"ratio": ratio, "far": "Infinity", "none": None}]
 
 
-def test_a_report_names_the_settings_of_the_environment_but_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_report_names_the_settings_of_the_environment_but_no_secret(monkeypatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
     facts = machine_facts()
@@ -187,3 +170,74 @@ def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str)
     inputs, targets = trained.draw(0, 0)
     trained.loss(model(inputs), targets).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+COMPARE = [
+    ("--np 0", "--np is 0"),
+    ("--controller smoke", "'smoke'"),
+    ("--engines nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
+    ("--engines nowhere.at_all:Engine", "nowhere.at_all"),
+    ("--engines json:Nothing", "json:Nothing"),
+    ("--engines json:JSONDecoder", "json:JSONDecoder"),
+    ("--engines ddp", "--subject hvd_ckpt"),
+    ("--engines ,", "--engines"),
+    ("--workloads gpt", "--workloads: 'gpt'"),
+    ("--scenarios easy,plain", "--scenarios: 'easy'"),
+    ("--workloads nothing --scenarios nothing", "nothing to compare"),
+    ("--scenarios plain --workloads nothing --variants explicit", "nothing to compare"),
+    ("--precision apex-O1", "--precision apex-O1: NVIDIA Apex"),
+    ("--device cuda", "--device cuda"),
+    ("--chunks 2,0", "--chunks: '0'"),
+    ("--text no/such/file", "--text: cannot read the text 'no/such/file'"),
+    ("--text empty", "'empty'"),
+    ("--output full", "--output: the folder 'full'"),
+    ("--output empty", "--output: cannot write to 'empty'"),
+    ("surplus", "surplus"),
+]
+BENCH = [
+    ("reduce --np two", "--np: 'two'"),
+    ("reduce --controller nccl", "--controller: 'nccl'"),
+    ("reduce --workloads resnet", "--workloads: 'resnet'"),
+    ("reduce --engines ddp,ddp", "--engines: 'ddp'"),
+    ("reduce --rounds 0", "--rounds is 0"),
+    ("reduce --device cuda", "--device cuda"),
+    ("shard --device cuda", "--device cuda"),
+    ("recompute --device meta", "'meta'"),
+    ("recompute --np 0", "--np: '0'"),
+    ("recompute --engines half", "--engines: no engine 'half'"),
+    ("layouts --np 3 --link 100", "--np 3: on hosts there are 1, 2, 4"),
+    ("scale --np 12", "--np 12: give numbers up to local=8"),
+    ("shard --stage 4", "--stage: '4'"),
+    ("shard --stage 3 --engines ddp", "nothing to measure"),
+    ("shard --wire fp8", "--wire: 'fp8'"),
+    ("snapshots --output empty", "--output: "),
+    ("replicas --engines pull", "--engines: no engine 'pull'"),
+    ("replicas --np 2,3", "--np 3: give powers of two up to --replicas 4"),
+    ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
+    ("train --accumulate 1,8", "--accumulate: '8'"),
+    ("local --set batch", "--set: 'batch' has no value"),
+    ("local --set batch=[", "--set: '[' is not a value"),
+    ("local --set batch=*a", "--set: '*a' is not a value"),
+    ("local --set heds=2", "--set heds: the sizes of text are "),
+    ("scale --set links=100", "--set links: the sizes of gpt-1.3b are "),
+    ("scale --set link=fast", "--set link=fast: give such as link=25.0"),
+    ("scale --set link=.nan", "--set link=nan: give such as link=25.0"),
+    ("scale --set stages=0", "--set stages=0: give such as stages=8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "arguments", "message"),
+    [*((compare, *one) for one in COMPARE), *((benchmarks, *one) for one in BENCH)],
+    ids=[arguments for arguments, _ in (*COMPARE, *BENCH)],
+)
+def test_a_bad_argument_is_one_line(group, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("full").mkdir()
+    Path("full/file").touch()
+    result = CliRunner().invoke(group, arguments.split())
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: ") and message in result.output
+    assert result.output.count("\n") == 1
+    assert not Path("runs").exists()

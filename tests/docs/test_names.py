@@ -1,10 +1,13 @@
-"""The documentation names modules, commands and flags that exist, and the reference has an entry for each public name."""
+"""The documentation names modules, commands and flags that exist, and the reference has an entry for each public name; the picture
+of the rooms shows the imports of the code as they are, and the quick run has something of every room."""
 
 from __future__ import annotations
 
+import ast
+import pkgutil
 import re
+import runpy
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -16,12 +19,9 @@ from hvd_ckpt.app.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 API = ROOT / "docs" / "api"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "examples" / "README.md",
-    *ROOT.glob("docs/**/*.md"),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in (*PAGES, *ROOT.glob("docs/**/*.md"))}
+of_each_page = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def code(text: str) -> str:
@@ -32,25 +32,10 @@ def code(text: str) -> str:
     return re.sub(r"\"[^\"\n]*\"|'[^'\n]*'|\s#[^\n]*", "", lines)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@of_each_page
 def test_modules_exist(page: Path) -> None:
-    for name in sorted(set(re.findall(r"\bhvd_ckpt(?:\.[A-Za-z_]\w*)+", page.read_text(encoding="utf-8")))):
-        assert resolves(name), name
-
-
-def resolves(name: str) -> bool:
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
-    return False
+    for name in set(re.findall(r"\bhvd_ckpt(?:\.[A-Za-z_]\w*)+", TEXTS[page])):
+        pkgutil.resolve_name(name)
 
 
 def commands(
@@ -68,11 +53,9 @@ def commands(
 
 def test_commands_and_flags_exist() -> None:
     known = {**dict(commands(main, "hvd-ckpt")), **dict(commands(benchmarks, "python -m benchmarks"))}
-    for page in PAGES:
-        for words, rest in re.findall(
-            r"((?:hvd-ckpt|python -m benchmarks) [a-z][a-z_-]*)([^\n|&]*)",
-            code(page.read_text(encoding="utf-8")),
-        ):
+    named = r"((?:hvd-ckpt|python -m benchmarks) [a-z][a-z_-]*)([^\n|&]*)"
+    for page, text in TEXTS.items():
+        for words, rest in re.findall(named, code(text)):
             assert words in known, f"{page}: {words}"
             for flag in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest):
                 assert flag in known[words] | {"--help"}, f"{page}: {words} {flag}"
@@ -80,43 +63,65 @@ def test_commands_and_flags_exist() -> None:
 
 def test_linked_tests_exist() -> None:
     """The site shows such a link as its text, and mkdocs does not look for the file."""
-    for page in PAGES:
-        for text, target in re.findall(
-            r"\[([^\]]*)\]\(((?:\.\./)*tests/[^)]+)\)", page.read_text(encoding="utf-8")
-        ):
+    for page, text in TEXTS.items():
+        for words, target in re.findall(r"\[([^\]]*)\]\(((?:\.\./)*tests/[^)]+)\)", text):
             source = (page.parent / target).read_text(encoding="utf-8")
-            for name in re.findall(r"`(test_\w+)`", text):
+            for name in re.findall(r"`(test_\w+)`", words):
                 assert f"def {name}(" in source, f"{page}: {name}"
 
 
 def anchors(page: Path) -> set[str]:
     """Those of the headings of a page, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return {
-        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.strip().lower()).replace(" ", "-") for one in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@of_each_page
 def test_links_lead_somewhere_in_the_repository(page: Path) -> None:
     """mkdocs compares them with the pages of the site, which has some more."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", TEXTS[page], flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         linked = page.parent / path if path else page
         assert linked.exists(), target
-        if anchor:
-            assert anchor in anchors(linked), target
+        assert not anchor or anchor in anchors(linked), target
 
 
 def test_every_public_name_has_an_entry() -> None:
-    documented = set()
+    documented = set(re.findall(r"`(\w+)`", TEXTS[API / "horovod.md"]))
     for page in API.glob("*.md"):
-        text = page.read_text(encoding="utf-8")
-        documented.update(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
-        if page.name == "horovod.md":
-            documented.update(re.findall(r"`(\w+)`", text))
-    assert set(hvd_ckpt.__all__) <= documented, sorted(set(hvd_ckpt.__all__) - documented)
-    index = set(re.findall(r"`(\w+)`", (API / "index.md").read_text(encoding="utf-8")))
+        documented.update(re.findall(r"^::: [\w.]+\.(\w+)$", TEXTS[page], re.MULTILINE))
+    assert sorted(set(hvd_ckpt.__all__) - documented) == []
+    index = set(re.findall(r"`(\w+)`", TEXTS[API / "index.md"]))
     assert index - {"hvd_ckpt"} <= set(hvd_ckpt.__all__)
+
+
+# ------------------------------------------------------------------------------------ rooms
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_rooms.py"))["draw"]()
+    assert (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8") == drawn, "run python docs/draw_rooms.py"
+
+
+CORE = ("distributed", "sharding", "planning", "reduction", "recompute", "batchnorm", "data", "utils")
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_the_core_reads_no_stages_and_parts(room: str) -> None:
+    """It asks :mod:`hvd_ckpt.processes.whole_model`, and :mod:`hvd_ckpt.processes.grid` for values of all processes."""
+    places = {"stage", "stages", "part", "tensor", "process", "peers", "link", "stage_link", "part_link"}
+    for file in (ROOT / "hvd_ckpt" / room).rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        grids = {"current()", "grid()", "grid", "self._grid"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in places:
+                assert ast.unparse(node.value) not in grids, f"{file}:{node.lineno}"
+
+
+def test_the_quick_run_has_something_of_every_room() -> None:
+    tests = ROOT / "tests"
+    chosen = [ROOT / line.split("::")[0] for line in (tests / "quick.txt").read_text("utf-8").split()]
+    assert all(file.is_file() for file in chosen)
+    assert {file.parent for file in tests.rglob("test_*.py")} == {file.parent for file in chosen}

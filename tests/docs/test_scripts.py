@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from same import assert_same
 
 import hvd_ckpt as hc
 
@@ -37,15 +37,11 @@ OWN_LOOP = scripts_of("docs/own-loop.md")
     ],
 )
 def test_a_script_trains_and_rank_0_alone_tells_of_it(
-    page: str, heading: str, needs: str, losses: int, most: float, folder: Path, quick_planner: None,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    page, heading, needs, losses, most, folder, quick_planner, capsys, monkeypatch
+) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
-    for name in (
-        "PL_GLOBAL_SEED",
-        "PL_SEED_WORKERS",
-    ):  # seed_everything() leaves them set, for all tests after this one
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which seed_everything() leaves set
         monkeypatch.setenv(name, "0")
     script = folder / f"train{hc.rank()}.py"
     script.write_text(scripts_of(page, heading)[0])
@@ -81,8 +77,7 @@ def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.M
     assert statuses == [0, 128 + signal.SIGTERM, 0]
     assert stopped["stop"] == "SIGTERM" and 20 <= stopped["step"] < whole["step"] == resumed["step"]
     assert any((folder / "stopped" / "plans").iterdir())
-    for name, parameter in whole["model"].state_dict().items():
-        assert torch.equal(parameter, resumed["model"].state_dict()[name]), name
+    assert_same(resumed["model"].state_dict(), whole["model"].state_dict())
 
 
 def test_the_settings_for_a_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

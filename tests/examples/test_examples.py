@@ -20,28 +20,29 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZE = r"[\d.]+ MiB"
 COSTS = rf"peak {SIZE}, [\d.]+ s a step"
 
+TEXT = "--text text.txt --length 16"
+
 # Each script's settings, and patterns that its output has, each once.
 SCRIPTS = {
     "bert_pretrain.py": (
-        "--text text.txt --length 16 --batch 2 --width 16 --layers 1 --budget min --bf16",
+        f"{TEXT} --batch 2 --width 16 --layers 1 --budget min --bf16",
         [rf"peak of a micro-batch: {SIZE} recomputed, {SIZE} kept"],
     ),
     "roberta_pretrain.py": (
-        "--text text.txt --length 16 --batch 2 --folder model --precision bf16",
+        f"{TEXT} --batch 2 --folder model --precision bf16",
         [r"validation loss [\d.]+, accuracy [\d.]+", r"RobertaForMaskedLM.from_pretrained: .*"],
     ),
     "xlnet_pretrain.py": (
-        "--text text.txt --length 16 --width 16 --layers 2 --segments 2 --reentrant",
+        f"{TEXT} --width 16 --layers 2 --segments 2 --reentrant",
         [
             r"shared by 4 blocks: positions \(32, 8, 16\), query_mask \(16, 16, 8, 1\), "
             r"content_mask \(16, 16, 8, 1\), target_mapping \(2, 16, 8\)"
         ],
     ),
     "gpt_lite.py": (
-        "--text text.txt --length 16 --batch 2 --width 16 --heads 2 --layers 2 --interval 1",
+        f"{TEXT} --batch 2 --width 16 --heads 2 --layers 2 --interval 1",
         [
-            r"4 blocks, checkpoint interval 0: " + SIZE,
-            r"4 blocks, checkpoint interval 1: " + SIZE,
+            *(f"4 blocks, checkpoint interval {interval}: {SIZE}" for interval in (0, 1)),
             r"validation loss [\d.]+",
         ],
     ),
@@ -58,7 +59,7 @@ SCRIPTS = {
         ["kept: " + COSTS, "recomputed: " + COSTS, r"validation loss [\d.]+, Dice [\d.]+"],
     ),
     "memonger_word_lm.py": (
-        "--text text.txt --words 50 --length 16 --batch 2 --width 16",
+        f"{TEXT} --words 50 --batch 2 --width 16",
         ["kept: " + COSTS, "recomputed: " + COSTS, r"validation perplexity: [\d.]+"],
     ),
     "fine_tuning.py": ("--eval-every 2 --shard parameters", [r"step 2: averaged weights, loss [\d.]+"]),
@@ -80,22 +81,22 @@ def desk(folder, monkeypatch):
     return folder
 
 
-def losses(output):
-    return [float(value) for value in re.findall(r"^step 2.*? loss (\S+)", output, re.MULTILINE)]
+def main_of(name):
+    return runpy.run_path(str(EXAMPLES / name), run_name="example")["main"].main
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_and_rank_0_alone_tells_of_it(name, desk, capsys):
     settings, patterns = SCRIPTS[name]
-    script = runpy.run_path(str(EXAMPLES / name), run_name="example")
-    script["main"].main([*settings.split(), "--steps", "2"], standalone_mode=False)
+    main_of(name)([*settings.split(), "--steps", "2"], standalone_mode=False)
     hc.barrier()
     printed = capsys.readouterr()
     output = printed.out + printed.err
     if hc.rank() != 0:
         assert printed.out == ""
         return
-    assert losses(output) and all(map(math.isfinite, losses(output))), output
+    losses = re.findall(r"^step 2.*? loss (\S+)", output, re.MULTILINE)
+    assert losses and all(math.isfinite(float(loss)) for loss in losses), output
     for pattern in patterns:
         assert len(re.findall(pattern, output)) == 1, (pattern, output)
     if name == "roberta_pretrain.py":
@@ -104,10 +105,9 @@ def test_a_script_trains_and_rank_0_alone_tells_of_it(name, desk, capsys):
 
 
 def test_a_loop_of_ones_own_has_nothing_left_to_do_when_it_is_started_again(desk, capsys):
-    script = runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="example")
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            script["main"].main(["--folder", "run", "--epochs", "1"], standalone_mode=False)
+            main_of("own_loop.py")(["--folder", "run", "--epochs", "1"], standalone_mode=False)
         assert ended.value.code == 0
         hc.barrier()
     found = re.findall(r"^step (\d+): loss", capsys.readouterr().out, re.MULTILINE)
@@ -116,13 +116,11 @@ def test_a_loop_of_ones_own_has_nothing_left_to_do_when_it_is_started_again(desk
 
 
 def test_the_script_before_and_after_migration_prints_the_same_losses(capsys):
-    script = runpy.run_path(str(EXAMPLES / "migrate_from_horovod.py"), run_name="example")
-    printed = []
+    losses = []
     for version in ("before", "after"):
-        script["main"].main(["--version", version, "--steps", "20"], standalone_mode=False)
-        printed.append(capsys.readouterr().out.splitlines())
-    losses_of = [re.findall(r"^step \d+: loss [\d.]+$", "\n".join(lines), re.MULTILINE) for lines in printed]
-    assert losses_of[0] == losses_of[1] and len(losses_of[0]) == (2 if hc.rank() == 0 else 0)
+        main_of("migrate_from_horovod.py")(["--version", version, "--steps", "20"], standalone_mode=False)
+        losses.append(re.findall(r"^step \d+: loss [\d.]+$", capsys.readouterr().out, re.MULTILINE))
+    assert losses[0] == losses[1] and len(losses[0]) == (2 if hc.rank() == 0 else 0)
 
 
 def test_examples_use_public_names_only():

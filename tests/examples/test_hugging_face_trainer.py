@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from same import assert_same
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hvd_ckpt as hc
@@ -22,16 +23,10 @@ PASSES, ACCUMULATE, BATCH, CLIP, RATE = 10, 2, 2, 0.5, 1e-2
 
 @pytest.fixture(scope="module")
 def example():
+    """The script, imported by name, as checkpoints pickle the arguments' class."""
     sys.path.insert(0, str(EXAMPLES))
-    yield vars(
-        importlib.import_module("hugging_face_trainer")
-    )  # by name, as checkpoints pickle the arguments' class
+    yield vars(importlib.import_module("hugging_face_trainer"))
     sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture
-def data(example):
-    return example["MaskedBytes"](bytes(range(33, 125)) * 3, 16)  # 17 rows: 5 micro-batches an epoch
 
 
 def build(example):
@@ -64,16 +59,16 @@ def plain_loop(example, data, accelerator=None):
     return model, losses
 
 
-def test_accelerate_ends_in_the_bits_of_a_plain_loop(example, data, folder):
+def test_accelerate_ends_in_the_bits_of_a_plain_loop(example, folder):
     """That of the Trainer; its own loop: tests/differential/transformers_loops.py."""
+    data = example["MaskedBytes"](bytes(range(33, 125)) * 3, 16)  # 17 rows: 5 micro-batches an epoch
     arguments = example["TrainingArguments"](str(folder / "run"), use_cpu=True, report_to=[])
     trainer = example["Trainer"](build(example), arguments, train_dataset=data)
     model, losses = plain_loop(example, data)
     other, others = plain_loop(example, data, trainer.accelerator)
     assert losses == others
     hc.verify(other)
-    for (name, one), two in zip(other.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, two), name
+    assert_same(dict(other.named_parameters()), dict(model.named_parameters()))
 
 
 def test_the_example_trains_and_leaves_a_model(example, folder, capsys):

@@ -37,6 +37,33 @@ def run(trainer: Trainer) -> Outcome:
     return outcome
 
 
+SMALL = {"width": 32, "layers": 3, "heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "bert-tiny": SMALL,
+    "xlnet-tiny": SMALL,
+    "gpt-tiny": {**SMALL, "dropout": 0.1},
+    "lstm-medium": {"width": 24},
+    "resnet-20": {},
+    "vnet": {"width": 2},
+}
+PIXELS = {"resnet-20": 8, "vnet": 16}
+
+
+def settings(name: str, text: Path, **changes: Any) -> dict[str, Any]:
+    """Those of a short run of a model, on a text or on drawn images."""
+    values = {"model": name, "model_options": MODELS[name], "steps": 3, "batch": 4, "lr": 1e-2}
+    data = {"pixels": PIXELS[name]} if name in PIXELS else {"data": f"text:{text}", "sequence_length": 16}
+    return {**values, "eval_batches": 1, **data, **changes}
+
+
+def write_text(folder: Path, size: int = 5700) -> Path:
+    """A text of all ranks."""
+    if hc.rank() == 0:
+        (folder / "text.txt").write_bytes((bytes(range(32, 127)) * 60)[:size])
+    hc.barrier()
+    return folder / "text.txt"
+
+
 def final_weights(outcome: Outcome) -> dict[str, torch.Tensor]:
     """Those of the snapshot at the end of a run."""
     found = found_in(outcome.folder / "snapshots")

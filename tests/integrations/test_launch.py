@@ -21,22 +21,16 @@ pytestmark = pytest.mark.launch
 SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "lightning_errors.py"
 
 
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        *(
-            (place, "ValueError: a bad sample")
-            for place in ("step", "validation", "callback", "saving", "worker")
-        ),
-        ("interrupt", "ended by KeyboardInterrupt"),
-        ("signal", "ended by SIGTERMException"),
-        ("exit", "ended by SystemExit"),
-    ],
-)
-def test_an_error_of_one_rank_ends_all(tmp_path: Path, where: str, says: str) -> None:
+SAYS = dict.fromkeys(("step", "validation", "callback", "saving", "worker"), "ValueError: a bad sample")
+SAYS |= {"interrupt": "ended by KeyboardInterrupt", "signal": "ended by SIGTERMException"}
+SAYS |= {"exit": "ended by SystemExit"}
+
+
+@pytest.mark.parametrize("where", SAYS)
+def test_an_error_of_one_rank_ends_all(tmp_path: Path, where: str) -> None:
     status, output = run_ranks(2, SCRIPT, where, str(tmp_path), controller="gloo")
     assert status != 0
-    assert says in output, output
+    assert SAYS[where] in output, output
     assert "rank 0 on host" in output  # which says why it ends
     assert "A checkpoint needs all ranks" in output
     assert not (tmp_path / "on_exception.ckpt").exists() and not (tmp_path / "own.ckpt").exists()
@@ -72,9 +66,8 @@ assert seen == list(range(16)), seen
 
 def test_torchrun_splits_the_samples_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPLIT)
-    port = ["--master-port", str(get_free_port())]
-    job = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *port, "train.py", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    command = [*torchrun, "--master-port", str(get_free_port()), "train.py", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr[-3000:]

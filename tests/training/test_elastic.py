@@ -1,4 +1,4 @@
-"""Jobs of Horovod Elastic over several hosts: workers that are killed, and hosts that join.
+"""Jobs of Horovod Elastic over several hosts: workers that are killed, and hosts that join. The bits of such a run: tests/faults.
 
 The hosts are network namespaces (see hosts.py). Each job begins on hosts a and b. A worker on b is killed, and Horovod drops that
 host; then the discovery script lists c as well.
@@ -20,9 +20,8 @@ from typing import Any
 
 import hosts as namespaces
 import pytest
-from controllers import HOROVODRUN
 from hosts import Hosts
-from snapshot_files import digest_of, read_snapshot
+from snapshot_files import read_snapshot
 
 from hvd_ckpt.app.training import logs
 
@@ -130,17 +129,8 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     written = {int(one.name.removeprefix("step-")) for one in (run / "snapshots").iterdir()}
     for step in written | {joined, last}:
         of_one_rank = sum(alone <= one < joined for one in range(step))
-        assert position(run, step) == 2 * BATCH * step - BATCH * of_one_rank
-
-    # What followed the joining is what follows a resume from the snapshot of that step, which one rank has written.
-    (tmp_path / "again" / "snapshots").mkdir(parents=True)
-    (tmp_path / "again" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    snapshot_of(run, joined).rename(snapshot_of(tmp_path / "again", joined))
-    command = ["--gloo", "-np", "2", "hvd-ckpt", "train", "--resume", str(tmp_path / "again")]
-    command = [*HOROVODRUN, *command, "--steps", str(last)]
-    done = hosts.run("a", command, timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "again", last) == weights(run, last)
+        progress = read_snapshot(snapshot_of(run, step), 0).replicated["progress"]
+        assert progress["position"] == 2 * BATCH * step - BATCH * of_one_rank
 
 
 def test_a_loop_of_ones_own_loses_a_rank_and_gets_another(hosts, tmp_path) -> None:
@@ -176,15 +166,6 @@ def starts(output: str, ranks: int) -> int | None:
 
 def snapshot_of(run: Path, step: int) -> Path:
     return run / "snapshots" / f"step-{step:08}"
-
-
-def position(run: Path, step: int) -> int:
-    found = read_snapshot(snapshot_of(run, step), 0)
-    return found.replicated["progress"]["position"]
-
-
-def weights(run: Path, step: int) -> str:
-    return digest_of(snapshot_of(run, step))
 
 
 def told_in(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 import runs
 import torch
 from all_ranks import Poisoned
+from same import assert_same
 from snapshot_files import read_snapshot
 
 import hvd_ckpt as hc
@@ -27,7 +28,7 @@ from hvd_ckpt.snapshots.lock import FolderLock
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
-AT = 3  # the step that is disturbed
+AT, STEPS = 3, 6  # the step that is disturbed
 LAST = hc.size() - 1
 
 twice = pytest.mark.ranks(gloo=(2,))  # as much as anywhere
@@ -45,7 +46,7 @@ class Disturbed(Trainer):
 
 
 def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: Any) -> Outcome:
-    settings = {"model": "resnet-20", "steps": 6, "batch": 4, "pixels": 8, "lr": 1e-2, "eval_batches": 1}
+    settings = {"model": "resnet-20", "steps": STEPS, "batch": 4, "pixels": 8, "lr": 1e-2, "eval_batches": 1}
     settings |= {"log_every": 1, "eval_every": 3, **changes}
     trainer: Any = runs.trainer_of(
         folder,
@@ -57,9 +58,9 @@ def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: 
     return runs.run(trainer)
 
 
-def state(folder: Path, step: int) -> tuple[Any, Any]:
+def state(folder: Path, step: int = STEPS) -> dict[str, Any]:
     read = read_snapshot(folder / "snapshots" / f"step-{step:08}")
-    return read.weights, read.replicated["progress"]
+    return {"weights": read.weights, "progress": read.replicated["progress"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,7 @@ def whole(module_folder: Path) -> Path:
 
 
 @twice
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
-    whole: Path, folder: Path
-) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(whole, folder) -> None:
     number = signal.SIGTERM
     before = signal.getsignal(number)
     stopped = train(folder / "run", lambda trainer: os.kill(os.getpid(), number))
@@ -80,68 +79,54 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
     assert signal.getsignal(number) == before
 
     resumed = train(folder / "run", resume=str(folder / "run"))
-    assert (resumed.steps, resumed.stopped) == (6, None)
-    weights, progress = state(folder / "run", 6)
-    expected, expected_progress = state(whole, 6)
-    assert progress == expected_progress
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    assert (resumed.steps, resumed.stopped) == (STEPS, None)
+    assert_same(state(folder / "run"), state(whole))
     if hc.rank() == 0:  # the evaluation that was due where it stopped was made when it resumed
         logs = [(path / "log.jsonl").read_text() for path in (whole, folder / "run")]
         assert [text.count('"eval"') for text in logs] == [2, 2]
 
 
-@pytest.mark.ranks(gloo=(1,))
-def test_a_start_where_another_run_is_leaves_the_request_to_stop_that_one(folder: Path) -> None:
-    train(folder / "run")
-    held, stop = FolderLock(folder / "run"), folder / "run" / "stop"
-    stop.touch()
-    with pytest.raises(ConfigError, match="is in use by process"):
-        train(folder / "run", resume=str(folder / "run"))
-    assert stop.exists()
-    held.release()
-
-
 @pytest.mark.ranks(gloo=(1,))  # rank 0 looks for it
 def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("hvd_ckpt.processes.stopping.LOOK_SECONDS", 0.0)
-    stop = folder / "run" / "stop"
-    outcome = train(folder / "run", lambda trainer: stop.touch())
+    run, stop = folder / "run", folder / "run" / "stop"
+    outcome = train(run, lambda trainer: stop.touch())
     assert (outcome.stopped, outcome.steps) == ("stop", AT)
     assert not stop.exists()
 
-    stop.touch()  # too late: it was for a run that has ended
-    with open(folder / "run" / "log.jsonl", "ab") as log:
+    stop.touch()
+    held = FolderLock(run)
+    with pytest.raises(ConfigError, match="is in use by process"):
+        train(run, resume=str(run))
+    assert stop.exists()  # for the run that is there
+    held.release()
+    with open(run / "log.jsonl", "ab") as log:
         log.write(b"\0\0\0\n")  # as a machine that loses power may leave it
-    outcome = train(folder / "run", resume=str(folder / "run"))
-    assert (outcome.stopped, outcome.steps) == (None, 6)
+    outcome = train(run, resume=str(run))  # the file was for a run that has ended
+    assert (outcome.stopped, outcome.steps) == (None, STEPS)
     said = capsys.readouterr().err
     assert said.count("Warning: ") == 1 and "line 4: not a record" in said.replace("\n", " ")
-    assert [record["step"] for record in read(folder / "run" / "log.jsonl")] == [3, 4, 5, 6, 6]
-    assert len(list((folder / "run").glob("log-*.jsonl"))) == 1
-    (folder / "run" / "snapshots" / "step-00000006").rename(folder / "step-00000006")
+    assert [record["step"] for record in read(run / "log.jsonl")] == [3, 4, 5, 6, 6]
+    assert len(list(run.glob("log-*.jsonl"))) == 1
+    (run / "snapshots" / "step-00000006").rename(folder / "step-00000006")
     with pytest.raises(ConfigError, match="is not in the folder 'snapshots' of a run"):
-        train(folder / "run", resume=str(folder / "step-00000006"))
+        train(run, resume=str(folder / "step-00000006"))
 
 
 @twice
-def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_begins_again(
-    whole: Path, folder: Path
-) -> None:
+def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_begins_again(whole, folder):
     with pytest.raises(NonFiniteLoss, match=rf"^step {AT}: the loss is nan on rank {LAST}, host \S+: lower"):
         train(folder / "run", poisoned=True)
     assert reader.find(folder / "run" / "snapshots") is None
     warned = pytest.warns(UserWarning, match="has no snapshot yet")
     with warned if hc.rank() == 0 else contextlib.nullcontext():
         train(folder / "run", resume=str(folder / "run"))
-    weights, expected = state(folder / "run", 6)[0], state(whole, 6)[0]
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    assert_same(state(folder / "run")["weights"], state(whole)["weights"])
 
 
 @twice
 @pytest.mark.parametrize("options", [{"verify": "weights=false,every=2"}, {}], ids=["all", "in steps"])
-def test_weights_that_have_drifted_end_all_ranks_and_are_named(
-    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder, options, monkeypatch) -> None:
     monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_BYTES", 1 << 30)  # all in one part
     monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_TENSORS", 1000)
 
@@ -162,9 +147,7 @@ def test_weights_that_have_drifted_end_all_ranks_and_are_named(
 
 
 @twice
-def test_a_state_that_no_run_could_resume_from_is_not_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_no_run_could_resume_from_is_not_written(folder, monkeypatch) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda trainer: {"loss": -math.inf})
     with pytest.raises(SnapshotError, match=r"step 6 was not written, since .*: progress.best is -inf"):
         train(folder / "run")
@@ -174,8 +157,8 @@ def test_a_state_that_no_run_could_resume_from_is_not_written(
 @twice
 def test_a_step_with_a_loss_that_is_nan_is_skipped_on_all_ranks(folder: Path, capsys: Any) -> None:
     train(folder / "run", poisoned=True, on_nan="skip", snapshot_every=1, keep_snapshots=9)
-    before, after, later = (state(folder / "run", step)[0] for step in (AT - 1, AT, AT + 1))
-    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    before, after, later = (state(folder / "run", step)["weights"] for step in (AT - 1, AT, AT + 1))
+    assert_same(before, after)
     assert not all(torch.equal(weight, after[name]) for name, weight in later.items())
     assert all(bool(weight.isfinite().all()) for weight in later.values())
     if hc.rank() == 0:

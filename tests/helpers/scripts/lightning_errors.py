@@ -24,12 +24,8 @@ def fail(here: str) -> None:
         return
     if where == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif where == "interrupt":
-        raise KeyboardInterrupt
-    elif where == "exit":
-        sys.exit(3)
-    else:
-        raise ValueError("a bad sample")
+        return
+    raise {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}.get(where, ValueError("a bad sample"))
 
 
 class Samples(torch.utils.data.Dataset):
@@ -73,12 +69,10 @@ class Fails(pl.Callback):
             trainer.save_checkpoint(f"{folder}/own.ckpt")  # as a callback of a user's may
 
 
-saving = [
-    OnExceptionCheckpoint(folder),
-    ModelCheckpoint(folder, save_on_exception=True, every_n_train_steps=2),
-]
+saves = ModelCheckpoint(folder, save_on_exception=True, every_n_train_steps=2)
 trainer = pl.Trainer(
-    strategy=HorovodStrategy(), accelerator="cpu", max_epochs=1, logger=False, callbacks=[Fails(), *saving],
+    strategy=HorovodStrategy(), accelerator="cpu", max_epochs=1, logger=False,
+    callbacks=[Fails(), OnExceptionCheckpoint(folder), saves],
     num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 loader = DataLoader(Samples(), 2, num_workers=int(where == "worker"))

@@ -4,8 +4,7 @@ Arguments: the number of pipeline stages, and a JSON file with a list of runs. E
 
 - ``copy``: the folders of a run of another job and of a copy of it, which is made when that run has a snapshot of step ``steps``,
   with the snapshot of ``step`` alone;
-- ``refused``: what the one line says with which the command ends before it trains;
-- ``raise_on``: the number of a process that raises an error in the second step.
+- ``refused``: what the one line says with which the command ends before it trains.
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.training.modes import Parts
-from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.processes.grid import current
 
 SECONDS = 300
@@ -48,17 +44,6 @@ def copy(run: Path, to: Path, step: int, steps: int) -> None:
     wait_for(to)
 
 
-def raise_in_second_step() -> None:
-    step = Trainer.step
-
-    def failing(self: Trainer, parts: Parts) -> Any:
-        if self.progress.step == 1:
-            raise ArithmeticError("a stage raises")
-        return step(self, parts)
-
-    Trainer.step = failing
-
-
 def train_all() -> None:
     stages, file = int(sys.argv[1]), Path(sys.argv[2])
     hc.init(stages=stages, stall_timeout=60)
@@ -66,8 +51,6 @@ def train_all() -> None:
         if "copy" in one:
             run, to = map(Path, one["copy"])
             copy(run, to, one["step"], one["steps"])
-        if one.get("raise_on") == current().number:
-            raise_in_second_step()
         expected = pytest.raises(BadArgument, match=one["refused"]) if "refused" in one else nullcontext()
         with expected:
             main(["train", *one["arguments"]], standalone_mode=False)
