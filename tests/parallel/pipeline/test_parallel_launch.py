@@ -88,7 +88,7 @@ def test_a_stage_or_part_that_hangs_or_ends_is_named(controller: str, job: str, 
 
 
 def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:
-    """Over MPI: training/test_layouts_launch.py."""
+    """Over MPI: training/test_launch.py."""
     status, output = run("gloo", 2, "stages 2 raises")
     assert status != 0
     assert len(re.findall(r"Traceback.*\n(?:.*\n)*?.*ArithmeticError: the last stage raises", output)) == 1
