@@ -1,17 +1,18 @@
-"""A small model that checks train on a device, beside the same training on the CPU in float64."""
+"""The job of one check, and a small model that checks train on a device, beside the same training on the CPU in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
-from gpu.job import CheckJob
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from benchmarks.workloads import workload
-from hvd_ckpt.app.compare.runner.jobs import own_device
+from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.measure import now
@@ -20,7 +21,6 @@ STEPS = 5
 SEGMENTS = 2
 TOLERANCE = 1e-3
 """The largest error of float32 training, as a part of the distance that the weights have moved."""
-
 
 Sizes = dict[str, Any]
 """Those of the benchmarks' workload ``gpt``, which learns the next of random tokens, where they are not its defaults."""
@@ -31,14 +31,38 @@ TINY: Sizes = {**MEDIUM, "batch": 2, "length": 16, "width": 32, "heads": 2}
 State = dict[str, Tensor]
 
 
-class Failed(Exception):
-    """A check has failed; the text says why in one line."""
+@dataclass(frozen=True)
+class CheckJob(RankJob):
+    """The ranks of one check.
+
+    Attributes:
+        check: a function of :mod:`gpu.checks`, such as ``"operations"``, and numbers that it takes: ``"divided:2,1"``.
+        device: ``"cuda"`` or ``"cpu"``, with small sizes, for a dry run.
+    """
+
+    worker = "gpu.training:run_check"
+
+    check: str
+    device: str
+    tiny: bool
 
 
-def expect(condition: bool, why: str) -> None:
-    """Raises :class:`Failed` unless the condition holds."""
-    if not condition:
-        raise Failed(why)
+@dataclass
+class Outcome:
+    """The outcome of a check that did not fail: one line for the report, and values for programs.
+
+    ``skipped``: the check cannot run here, for the reason in ``text``.
+    """
+
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+    skipped: bool = False
+
+
+def run_check(job: CheckJob) -> Outcome:
+    """Calls the function of the check, on each rank."""
+    name, _, numbers = job.check.partition(":")
+    return getattr(import_module("gpu.checks"), name)(job, *map(int, filter(None, numbers.split(","))))
 
 
 def begin(job: CheckJob, **options: Any) -> torch.device:
@@ -57,13 +81,7 @@ def gpt2_small(job: CheckJob) -> Sizes:
 
 
 class Training:
-    """The training of a GPT on the device of this rank, which has joined the others.
-
-    Args:
-        job: of the check.
-        sizes: of the model, by default those of most checks.
-        **options: of ``hvd_ckpt.init``.
-    """
+    """The training of a GPT on the device of this rank, which has joined the others; ``options`` are those of ``hc.init``."""
 
     def __init__(self, job: CheckJob, sizes: Sizes | None = None, **options: Any) -> None:
         self.device = begin(job, **options)
@@ -98,14 +116,10 @@ class Training:
             self.backward(model, step)
             optimizer.step()
 
-    def train(self, **options: Any) -> State:
-        """The weights, on the CPU, after training over all ranks.
-
-        Args:
-            **options: further arguments of ``hvd_ckpt.DistributedOptimizer``.
-        """
+    def train(self) -> State:
+        """The weights, on the CPU, after training over all ranks."""
         model = self.model()
-        optimizer = distributed(model, **options)
+        optimizer = distributed(model)
         self.take_steps(model, optimizer, range(STEPS))
         state: State = optimizer.full_model_state_dict(model, all_ranks=True)
         now(self.device)
@@ -153,7 +167,7 @@ def expect_close(
         return float(torch.stack(squares).sum().sqrt())
 
     error = distance(found, expected) / distance(expected, before)
-    expect(error <= TOLERANCE, f"{what} differ from those of the CPU reference by {error:.1e} of their way")
+    assert error <= TOLERANCE, f"{what} differ from those of the CPU reference by {error:.1e} of their way"
     return error
 
 

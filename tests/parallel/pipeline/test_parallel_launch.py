@@ -25,7 +25,7 @@ def working(controller: str) -> str:
 def run(controller: str, ranks: int, job: str) -> tuple[int, str]:
     """Runs a script with its arguments, as ``VARIABLE=value script argument ...``."""
     controller = working(controller)
-    variables = dict(re.findall(r"(\S+)=(\S+) ", job))
+    variables = {"PYTHONPATH": str(SCRIPTS.parent), **dict(re.findall(r"(\S+)=(\S+) ", job))}
     script, *arguments = (word for word in job.split() if "=" not in word)
     return run_ranks(ranks, SCRIPTS / f"{script}.py", *arguments, controller=controller, **variables)
 
