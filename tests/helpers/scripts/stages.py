@@ -428,7 +428,7 @@ def one_stage_alone() -> None:
 
 
 def apart() -> None:
-    """Arguments, weights, random states and batches that one process has alone, or that no pipeline takes: one error on all."""
+    """Arguments and weights that one process has alone, or that no pipeline takes: one error on all."""
     several: dict[str, Any] = {
         "chunks": 3, "balance": [1, 3], "schedule": "gpipe", "checkpoint": "never", "sample": torch.ones(2, 4),
         "virtual_stages": 1,
@@ -455,12 +455,20 @@ def apart() -> None:
     torch.manual_seed(stage)
     with pytest.raises(ValueError, match="different values of 'embedding.tokens.weight'"):
         hc.Pipeline(tied_transformer(), chunks=4)
+
+
+def ended_by_one_error() -> None:
+    """Batches or random states that differ are an error on all stages, after which the pipeline cannot be used."""
     model, data = in_stages(transformer, chunks=4), batches(tokens)
-    with pytest.raises(ValueError, match="different batches"):
-        model.accumulate(data[stage == stages - 1], loss_of)  # whose targets are used
-    torch.manual_seed(stage)
-    with pytest.raises(ValueError, match="random states"):
-        model.accumulate(data[0], loss_of)
+    if hc.grid().stages == 2:
+        said, batch = "different batches", data[hc.grid().stage]  # the targets of the last stage are used
+    else:
+        said, batch = "random states", data[0]
+        torch.manual_seed(hc.grid().stage)
+    with pytest.raises(ValueError, match=said):
+        model.accumulate(batch, loss_of)
+    with pytest.raises(RuntimeError, match=f"cannot be used after an error in it: .*{said}"):
+        model.accumulate(batch, loss_of)
 
 
 def comes_to_grief(case: str) -> None:
@@ -499,6 +507,7 @@ def main() -> None:
         planned()
     overflow()
     frees_other_stages()
+    ended_by_one_error()
     hc.shutdown()
     assert (hc.grid().stages, hc.grid().stage) == (1, 0)
     print("equal", flush=True)
