@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from gpu.training import (
     MEDIUM,
-    SEGMENTS,
     STEPS,
     CheckJob,
     Outcome,
@@ -67,24 +66,6 @@ def operations(job: CheckJob) -> Outcome:
             wrong = int((result != expected).sum())
             assert wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong"
     return Outcome(f"5 operations, {len(dtypes)} dtypes, up to {lengths[-1]} elements: right values")
-
-
-def optimizer(job: CheckJob) -> Outcome:
-    """``DistributedOptimizer`` against a CPU reference, the same run twice, and within a side stream."""
-    training = Training(job)
-    device, first = training.device, training.train()
-    error = training.expect_close(first, hc.size(), "DistributedOptimizer: the weights")
-    assert same_bits(first, training.train()), "the same run twice ends in different bits"
-    if device.type == "cuda":
-        stream: Any = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
-        with torch.cuda.stream(stream):
-            beside = training.train()
-        assert same_bits(first, beside), "the run within a side stream ends in other bits"
-    streams = "twice and in a side stream" if device.type == "cuda" else "twice"
-    values = {"error": error, "digest": digest(first)}
-    return Outcome(f"error {error:.0e} of the CPU reference; same bits {streams}", values)
 
 
 def snapshot(job: CheckJob) -> Outcome:
@@ -207,12 +188,13 @@ def overflow(job: CheckJob) -> Outcome:
 
 
 def sanitized(job: CheckJob) -> Outcome:
-    """Operations, optimizer, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
-    for check in (operations, optimizer, snapshot, offload):
-        folder = job.folder / check.__name__
+    """Operations, training, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
+    training = functools.partial(divided, stages=1, tensor=1)
+    for number, check in enumerate((operations, training, snapshot, offload)):
+        folder = job.folder / str(number)
         folder.mkdir(exist_ok=True)
         check(dataclasses.replace(job, folder=folder, tiny=True))
-    return Outcome("no race of streams in operations, optimizer, snapshot and offload")
+    return Outcome("no race of streams in operations, training, a snapshot and offload")
 
 
 def milliseconds(device: torch.device, works: Mapping[str, Callable[[int], object]]) -> dict[str, float]:
@@ -301,19 +283,17 @@ def batchnorm(job: CheckJob) -> Outcome:
 
 def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
     """Training in so many stages and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage, and in
-    the other schedule, each twice for its bits."""
+    the other schedule; each twice for its bits, and undivided also within a side stream."""
     stages, tensor = stages or job.size, tensor or job.size
     training = Training(job, stages=stages, tensor=tensor)
-    replicas = hc.size()
+    alone, replicas = stages == tensor == 1, hc.size()
 
     def train(shard: int, schedule: str) -> State:
-        model: nn.Module = training.start().to(training.device)
+        model: nn.Module = training.model() if alone else training.start().to(training.device)
         if tensor > 1:
             model = hc.tensor_parallel(model)
         if stages > 1:
             model = hc.Pipeline(model, chunks=CHUNKS, schedule=schedule, checkpoint="always")
-        elif tensor == 1:
-            model = hc.CheckpointSequential(model, segments=SEGMENTS)
         optimizer = distributed(model, shard=shard)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -323,6 +303,7 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
                 training.backward(model, step)
             optimizer.step()
         state: State = optimizer.full_model_state_dict(model, all_ranks=True)
+        now(training.device)
         return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
 
     errors, digests = [], []
@@ -333,6 +314,13 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
         assert digest(train(shard, schedule)) == digests[-1], (
             f"{how}: the same run twice ends in different bits"
         )
+        if alone and training.device.type == "cuda":
+            stream: Any = torch.cuda.Stream(training.device)
+            stream.wait_stream(torch.cuda.current_stream(training.device))
+            # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
+            with torch.cuda.stream(stream):
+                beside = train(shard, schedule)
+            assert digest(beside) == digests[-1], f"{how}: the run within a side stream ends in other bits"
     same = digests[1:4].count(digests[0])
     text = f"{stages} stages, {tensor} parts, {replicas} replicas: error up to {max(errors):.0e} of the CPU reference"
     text += f"; same bits twice; {same} of ZeRO stages 1 to 3 in the bits of stage 0"

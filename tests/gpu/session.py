@@ -31,16 +31,11 @@ SHARED = (
 
 @dataclass
 class Session:
-    """A run of the checks.
+    """A run of the checks on ``"cuda"`` or ``"cpu"``, with the folder for their logs.
 
-    Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        jobs: the folder for their logs.
-        end: when time is over, on the monotonic clock.
-        offline: the folder that has what the build would fetch.
-        facts: of the machine, for the report.
-        torch, horovod: of :func:`gpu.machine.builds`.
-        digests: bits that a check ended in, by its name.
+    ``end`` is when time is over, on the monotonic clock; ``offline`` has what the build would fetch. ``facts`` are those of the
+    machine for the report, ``torch`` and ``horovod`` those of :func:`gpu.machine.builds`; ``digests`` are the bits that checks
+    ended in.
     """
 
     device: str

@@ -20,16 +20,10 @@ COMPARE = "--quick --engines hvd_ckpt,horovod,ddp --workloads nothing --scenario
 
 @dataclass(frozen=True)
 class Check:
-    """A check on ranks.
+    """A function of :mod:`gpu.checks` with numbers that it takes, a time limit, and what :meth:`Session.need` must find.
 
-    Attributes:
-        function: of :mod:`gpu.checks`, and numbers that it takes.
-        seconds: its time limit.
-        needs: as in :meth:`Session.need`.
-        environment: further variables of its ranks.
-        bits_of: the check whose bits must be the same.
-        least: of ranks, which share GPUs if there are fewer; 1: it runs on one rank.
-        dry: whether a dry run on the CPU has it.
+    Its bits must be those of the check ``bits_of``. It runs on one rank, or on the ``least`` of ranks and more, which share GPUs if
+    there are fewer; those that are not ``dry`` on GPUs only.
     """
 
     name: str
@@ -49,7 +43,6 @@ def of_ranks(name: str, function: str, seconds: float, *needs: str, least: int =
 NVLS = {"NCCL_NVLS_ENABLE": "1"}
 CHECKS = (
     Check("operations", "operations", 120, dry=False),
-    Check("optimizer", "optimizer", 120, dry=False),
     Check("stages", "divided:1,1", 180, dry=False),
     Check("replicas", "replicas", 120, dry=False),
     Check("sanitizer", "sanitized", 240, ("GPU",), environment={"TORCH_CUDA_SANITIZER": "1"}),
@@ -59,7 +52,6 @@ CHECKS = (
     Check("overflow", "overflow", 120),
     Check("ddp", "ddp", 180, dry=False),
     of_ranks("operations of ranks", "operations", 120),
-    of_ranks("optimizer of ranks", "optimizer", 180),
     of_ranks("stages of ranks", "divided:1,1", 240),
     of_ranks("replicas of ranks", "replicas", 120, bits_of="replicas"),
     of_ranks("batchnorm of ranks", "batchnorm", 120),

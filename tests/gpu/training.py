@@ -15,7 +15,6 @@ from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.processes.devices import use_deterministic_kernels
-from hvd_ckpt.utils.measure import now
 
 STEPS = 5
 SEGMENTS = 2
@@ -115,15 +114,6 @@ class Training:
             optimizer.zero_grad()
             self.backward(model, step)
             optimizer.step()
-
-    def train(self) -> State:
-        """The weights, on the CPU, after training over all ranks."""
-        model = self.model()
-        optimizer = distributed(model)
-        self.take_steps(model, optimizer, range(STEPS))
-        state: State = optimizer.full_model_state_dict(model, all_ranks=True)
-        now(self.device)
-        return state
 
     def expect_close(self, found: Mapping[str, Tensor], ranks: int, what: str) -> float:
         """Fails unless a state equals to rounding what training over so many ranks should reach; returns the error."""
