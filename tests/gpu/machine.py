@@ -11,20 +11,18 @@ import platform
 import re
 import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.app.cli.doctor import horovod_facts, torch_facts
 from hvd_ckpt.app.compare.runner.jobs import JobError
-from hvd_ckpt.app.install.cuda import find_nccl, find_toolkit, run_briefly
+from hvd_ckpt.app.install.cuda import find_nccl, run_briefly
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.probe import launcher_environment
 
 SECONDS = 120.0  # for a question; the first import of PyTorch after a start of the machine takes long
-DRIVERS = ("usr/lib*", "usr/lib/*-linux-gnu", "lib64", "usr/local/nvidia/lib64", "usr/local/cuda/lib64")
 QUERY = ("--query-gpu=name,memory.total,compute_cap,driver_version,mig.mode.current", "--format=csv,noheader")
 NEEDED = (
     "this machine has no NVIDIA GPU that its driver shows (nvidia-smi); the checks need a GPU with its driver, a PyTorch "
@@ -45,33 +43,17 @@ def gpus() -> list[str]:
     ).splitlines()  # an old driver knows less
 
 
-def system_facts(device: str, cuda: str | None) -> dict[str, str]:
-    """The facts of the machine, as lines of a report; an empty text stands for what was not found.
-
-    Args:
-        device: ``"cuda"`` or ``"cpu"``.
-        cuda: the version of CUDA that PyTorch is built for; toolkits of others are no use.
-    """
-    header = Path(sysconfig.get_path("include"), "Python.h")
+def system_facts(device: str) -> dict[str, str]:
+    """The facts of the machine, as lines of a report; what else a build needs, the build says."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     version = (answer(compiler, "--version") or compiler).split("\n")[0] if compiler else "no C++ compiler"
-    facts = {
-        "system": f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPUs, {version}",
-        "Python.h": str(header) if header.exists() else "",
-    }
-    if device == "cpu":
-        return facts
-    drivers = {str(file) for folder in DRIVERS for file in Path("/").glob(f"{folder}/libcuda.so*")}
-    home = find_toolkit(cuda) if cuda else None
-    nvcc = str(home / "bin" / "nvcc") if home else ""
-    release = re.search(r"release [\d.]+", answer(nvcc, "--version") if nvcc else "")
-    return facts | {
-        "GPUs": "; ".join(gpus()),
-        "topology": answer("nvidia-smi", "topo", "-m"),
-        "libcuda": ", ".join(sorted(drivers)),
-        "nvcc": f"{nvcc} {release.group() if release else ''}".strip(),
-        "libnccl.so.2": nccl()[1],
-    }
+    facts = {"system": f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPUs, {version}"}
+    if device == "cuda":
+        (major, minor), library = nccl()
+        facts["GPUs"] = "; ".join(gpus())
+        facts["topology"] = answer("nvidia-smi", "topo", "-m")
+        facts["NCCL"] = f"{library} {major}.{minor}" if library else "not found"
+    return facts
 
 
 def nccl() -> tuple[tuple[int, int], str]:

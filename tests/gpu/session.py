@@ -70,7 +70,7 @@ class Session:
         """
         self.note_builds()
         torch = self.torch
-        self.facts |= machine.system_facts(self.device, torch.get("cuda_built"))
+        self.facts |= machine.system_facts(self.device)
         if "error" in torch:
             raise JobError(f"PyTorch: {torch['error']}")
         build = f"CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
@@ -80,9 +80,7 @@ class Session:
             why = "is built for the CPU" if cpu else "finds no GPU, as with a driver that is too old for it"
             way_out = "install one for this machine's driver, as pytorch.org says"
             raise JobError(f"PyTorch {torch['version']} {why}: {way_out}")
-        found = self.facts["GPUs"] if self.device == "cuda" else self.facts["system"]
-        missing = [name for name, text in self.facts.items() if not text and name != "topology"]
-        return f"{found}; not found: {', '.join(missing)}" if missing else found
+        return self.facts["GPUs" if self.device == "cuda" else "system"]
 
     def note_builds(self) -> None:
         """Looks at PyTorch and Horovod, whose build is a fact."""
