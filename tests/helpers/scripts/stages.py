@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import sys
@@ -31,12 +32,14 @@ AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
 SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 
 
-class Mixed(nn.Module):
-    """Hands on a tuple with None, a number and a tensor, sometimes one tensor twice; takes a mask and draws random numbers."""
-
-    def __init__(self) -> None:
+class Layer(nn.Module):
+    def __init__(self, outputs: int = WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, outputs)
+
+
+class Mixed(Layer):
+    """Hands on a tuple with None, a number and a tensor, sometimes one tensor twice; takes a mask and draws random numbers."""
 
     def forward(
         self, x: Tensor, memory: Tensor | None = None, nothing: None = None, depth: int = 0, *, mask: Tensor
@@ -47,22 +50,14 @@ class Mixed(nn.Module):
         return y, y if depth % 2 else memory, None, depth + 1
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, CLASSES)
-
+class Last(Layer):
     def forward(self, x: Tensor, memory: Tensor, nothing: None, depth: int) -> Tensor:
         assert depth > 0
         return self.linear(x + memory)
 
 
 @hc.skip.skippable(stash=["skip"])
-class Down(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Down(Layer):
     def forward(self, x: Tensor) -> Any:
         x = functional.dropout(torch.tanh(self.linear(x)) + x, 0.1, self.training)
         yield hc.skip.stash("skip", x)
@@ -70,24 +65,19 @@ class Down(nn.Module):
 
 
 @hc.skip.skippable(pop=["skip"])
-class Up(Down):
+class Up(Layer):
     def forward(self, x: Tensor) -> Any:
         skip = yield hc.skip.pop("skip")
         return torch.tanh(self.linear(x + skip) * skip) + x
 
 
-def transformer(tied: bool = False) -> nn.Sequential:
-    return gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=tied)
+def transformer(tied: bool = False, frozen: int = 0) -> nn.Sequential:
+    model = gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=tied)
+    model[:frozen].requires_grad_(False)
+    return model
 
 
 tied_transformer = functools.partial(transformer, tied=True)
-
-
-def frozen_transformer() -> nn.Sequential:
-    model = transformer()
-    for block in list(model)[:3]:
-        block.requires_grad_(False)
-    return model
 
 
 def convolutions() -> nn.Sequential:
@@ -101,12 +91,8 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(layers[0], shared, layers[1], shared, *layers[2:], head)
 
 
-def deferred() -> nn.Sequential:
-    return hc.DeferredBatchNorm.convert(convolutions())
-
-
 def mixed() -> nn.Sequential:
-    return Chain(*(Mixed() for _ in range(5)), Last())
+    return Chain(*(Mixed() for _ in range(5)), Last(CLASSES))
 
 
 def skips() -> nn.Sequential:
@@ -122,40 +108,40 @@ def tokens(samples: int) -> Batch:
     return Batch((torch.randint(CLASSES, (samples, 4)),), targets)
 
 
+def labelled(samples: int, *shape: int) -> Batch:
+    return Batch((torch.randn(samples, *shape),), torch.randint(CLASSES, (samples,)))
+
+
 def images(samples: int) -> Batch:
-    return Batch((torch.randn(samples, 2, 4, 4),), torch.randint(CLASSES, (samples,)))
+    return labelled(samples, 2, 4, 4)
 
 
 def rows(samples: int) -> Batch:
-    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)))
+    return labelled(samples, WIDTH)
 
 
 def masked_rows(samples: int) -> Batch:
     mask = (torch.rand(samples, 1) > 0.2).float()
-    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)), {"mask": mask})
+    return dataclasses.replace(rows(samples), shared={"mask": mask})
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     total = functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
-    return total / terms(targets)
-
-
-def terms(targets: Tensor) -> Tensor:
-    return (targets != -100).sum()
+    return total / (targets != -100).sum()
 
 
 def weight(part: Batch) -> Tensor:
-    return terms(part.targets)
+    return (part.targets != -100).sum()
 
 
 Made = Callable[[], nn.Sequential]
 CASES: dict[str, tuple[Made, Callable[[int], Batch]]] = {
     "transformer": (transformer, tokens),
     "batch norm": (convolutions, images),
-    "deferred batch norm": (deferred, images),
+    "deferred batch norm": (lambda: hc.DeferredBatchNorm.convert(convolutions()), images),
     "mixed values": (mixed, masked_rows),
     "skips": (skips, rows),
-    "frozen blocks": (frozen_transformer, tokens),
+    "frozen blocks": (functools.partial(transformer, frozen=3), tokens),
 }
 
 
