@@ -125,7 +125,7 @@ def test_dropout_that_cannot_be_split_is_refused(module: nn.Module) -> None:
 def test_state_of_any_number_of_parts_is_cut_anew(
     cut: Cut, tensor: int, here: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of all parts make the whole, of which other parts read theirs; there are two replicas, which have half of each slice."""
+    """Slices of all parts make the whole, of which others read theirs; there are two replicas, which have half of each slice."""
     whole = torch.randn([cut.size if dim == cut.dim else 5 for dim in range(2)])
     slices = [cut.of(whole, tensor, part) for part in range(tensor)]
     assert torch.equal(cut.whole(slices), whole) and sum(one.numel() for one in slices) == whole.numel()
