@@ -51,7 +51,8 @@ def split(**options: Any) -> Any:
     return hc.tensor_parallel(made(**options), sequence=SEQUENCE)
 
 
-TOKENS, _, TARGETS = batch_of("gpt", 0)
+def tokens() -> Tensor:
+    return batch_of("gpt", 0)[0]
 
 
 def partitioned() -> None:
@@ -59,7 +60,7 @@ def partitioned() -> None:
     gradients = []
     for partition in (False, True):
         model = split(dropout=0.0)
-        leaf = model[0](TOKENS).detach().requires_grad_()
+        leaf = model[0](tokens()).detach().requires_grad_()
         x = leaf * 1
         memory = weakref.ref(x.untyped_storage())
         y = hc.checkpoint(model[1], x, partition=partition)
@@ -77,7 +78,7 @@ def positions() -> None:
     for layer in model[1:-1]:
         layer.attention_norm.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
     with torch.no_grad():
-        assert_close(model.eval()(TOKENS), made().eval()(TOKENS), "evaluated")
+        assert_close(model.eval()(tokens()), made().eval()(tokens()), "evaluated")
     assert shapes == [(BATCH, LENGTH // hc.grid().tensor, SIZES["width"])] * SIZES["layers"]
     copied = pickle.loads(pickle.dumps(split()))
     assert train("gpt", copied) == train("gpt", other := split())
@@ -85,7 +86,7 @@ def positions() -> None:
     x = torch.randn(1, 4, SIZES["width"])
     no_partition = "partition=True. cannot be used with tensor_parallel.sequence=True"
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: model(TOKENS[:, :-1]), "shape .* have no number of positions that tensor=. divides"),
+        (lambda: model(tokens()[:, :-1]), "shape .* have no number of positions that tensor=. divides"),
         *(
             (lambda of=of: hc.checkpoint(of, x, partition=True), no_partition)
             for of in (model[1], model[1].perceptron)
@@ -159,14 +160,14 @@ def overflow() -> None:
 
 def head() -> None:
     """Cross entropy in chunks over the split vocabulary, which gathers no scores."""
-    grid, targets = current(), TARGETS.clone()
+    grid, (_, _, targets) = current(), batch_of("gpt", 0)
     targets[0, :2] = -100
     for smoothing, chunks in ((0.0, 1), (0.1, 3)):
         whole, results = made(dropout=0.0), []
         part = hc.tensor_parallel(copy.deepcopy(whole))
         for model in (part, whole):
             norm, scores = model[-1]
-            hidden = norm(model[:-1](TOKENS))
+            hidden = norm(model[:-1](tokens()))
             loss = hc.chunked_cross_entropy(scores, hidden, targets, chunks, label_smoothing=smoothing)
             loss.backward()
             results.append(loss.item())
@@ -265,10 +266,10 @@ def frozen_later() -> None:
     """A parameter that one part alone freezes."""
     words = r"requires_grad of parameter 'layer0\.perceptron\.0\.weight' .* 0 and 1"
     for model in (split(), hc.tensor_parallel(made(), verify=False)):
-        model(TOKENS).sum().backward()
+        model(tokens()).sum().backward()
         model[1].perceptron[0].weight.requires_grad_(hc.grid().part != 1)
         with pytest.raises(ValueError, match=words):
-            model(TOKENS)
+            model(tokens())
 
 
 def blocks_alone() -> None:
@@ -279,7 +280,7 @@ def blocks_alone() -> None:
     optimizer, blocks = optimizer_of(model), [*model]
     del model
     for _ in range(2):
-        nn.Sequential(*blocks)(TOKENS).square().mean().backward()
+        nn.Sequential(*blocks)(tokens()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()
@@ -364,7 +365,7 @@ def refused() -> None:
     model[2].perceptron[0].bias.requires_grad_(part == 0)
     hc.tensor_parallel(model)
     with pytest.raises(ValueError, match=r"requires_grad of parameter 'layer1\.perceptron\.0\.bias' differs"):
-        model(TOKENS)
+        model(tokens())
 
 
 def own_recipe() -> None:
@@ -376,7 +377,7 @@ def own_recipe() -> None:
     scores = []
     for model in (hc.tensor_parallel(made(), recipe), split()):
         torch.manual_seed(1)
-        scores.append(model(TOKENS))
+        scores.append(model(tokens()))
     assert torch.equal(*scores)
 
 
