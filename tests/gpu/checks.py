@@ -245,7 +245,7 @@ def replicas(job: CheckJob) -> Outcome:
                 training.backward(model, step, replica.index)
         optimizer.step()
     state = optimizer.full_model_state_dict(model, all_ranks=True)
-    error = training.expect_close(state, REPLICAS, f"{REPLICAS} replicas: the weights")
+    error = training.expect_close(state, training.reference(REPLICAS), "the weights")
     return Outcome(f"error {error:.0e} of the CPU reference", {"error": error, "digest": digest(state)})
 
 
@@ -286,7 +286,7 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
     the other schedule; each twice for its bits, and undivided also within a side stream."""
     stages, tensor = stages or job.size, tensor or job.size
     training = Training(job, stages=stages, tensor=tensor)
-    alone, replicas = stages == tensor == 1, hc.size()
+    alone, replicas, expected = stages == tensor == 1, hc.size(), training.reference(hc.size())
 
     def train(shard: int, schedule: str) -> State:
         model: nn.Module = training.model() if alone else training.start().to(training.device)
@@ -309,7 +309,7 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
     errors, digests = [], []
     for shard, schedule in [*((shard, "1f1b") for shard in range(4)), (0, "gpipe")][: 4 + (stages > 1)]:
         state, how = train(shard, schedule), f"shard={shard}, {schedule}"
-        errors.append(training.expect_close(state, replicas, f"{how}: the weights"))
+        errors.append(training.expect_close(state, expected, f"{how}: the weights"))
         digests.append(digest(state))
         assert digest(train(shard, schedule)) == digests[-1], (
             f"{how}: the same run twice ends in different bits"

@@ -86,7 +86,6 @@ class Training:
         self.device = begin(job, **options)
         self.workload = workload("gpt", sizes or (TINY if job.tiny else MEDIUM))
         self.loss = self.workload.loss
-        self._references: dict[int, State] = {}
 
     def model(self, seed: int = 1) -> nn.Sequential:
         """A model whose blocks are recomputed."""
@@ -115,13 +114,11 @@ class Training:
             self.backward(model, step)
             optimizer.step()
 
-    def expect_close(self, found: Mapping[str, Tensor], ranks: int, what: str) -> float:
-        """Fails unless a state equals to rounding what training over so many ranks should reach; returns the error."""
-        if ranks not in self._references:
-            self._references[ranks] = self._reference(ranks)
-        return expect_close(found, self._references[ranks], self.start().state_dict(), what)
+    def expect_close(self, found: Mapping[str, Tensor], expected: State, what: str) -> float:
+        """Fails unless a state equals to rounding what training should reach; returns the error."""
+        return expect_close(found, expected, self.start().state_dict(), what)
 
-    def _reference(self, ranks: int) -> State:
+    def reference(self, ranks: int) -> State:
         """The weights that training over so many ranks should reach: one process on the CPU, in float64, without this library."""
         model = self.start().double()
         optimizer = make_optimizer(model)
