@@ -189,7 +189,7 @@ def overflow(job: CheckJob) -> Outcome:
 
 def sanitized(job: CheckJob) -> Outcome:
     """Operations, training, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
-    training = functools.partial(divided, stages=1, tensor=1)
+    training = functools.partial(divided, stages=1, tensor=1, shards=1)
     for number, check in enumerate((operations, training, snapshot, offload)):
         folder = job.folder / str(number)
         folder.mkdir(exist_ok=True)
@@ -281,9 +281,9 @@ def batchnorm(job: CheckJob) -> Outcome:
     return Outcome(f"error {error:.0e} of the whole batch on the CPU", {"error": error})
 
 
-def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
+def divided(job: CheckJob, stages: int, tensor: int, shards: int = 4) -> Outcome:
     """Training in so many stages and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage, and in
-    the other schedule; each twice for its bits, and undivided also within a side stream."""
+    the other schedule; each twice for its bits. Without them, and at stage 0, also within a side stream."""
     stages, tensor = stages or job.size, tensor or job.size
     training = Training(job, stages=stages, tensor=tensor)
     alone, replicas, expected = stages == tensor == 1, hc.size(), training.reference(hc.size())
@@ -307,14 +307,15 @@ def divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
         return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
 
     errors, digests = [], []
-    for shard, schedule in [*((shard, "1f1b") for shard in range(4)), (0, "gpipe")][: 4 + (stages > 1)]:
+    ways = [(shard, "1f1b") for shard in range(shards)] + [(0, "gpipe")] * (stages > 1)
+    for shard, schedule in ways:
         state, how = train(shard, schedule), f"shard={shard}, {schedule}"
         errors.append(training.expect_close(state, expected, f"{how}: the weights"))
         digests.append(digest(state))
         assert digest(train(shard, schedule)) == digests[-1], (
             f"{how}: the same run twice ends in different bits"
         )
-        if alone and training.device.type == "cuda":
+        if alone and shard == 0 and training.device.type == "cuda":
             stream: Any = torch.cuda.Stream(training.device)
             stream.wait_stream(torch.cuda.current_stream(training.device))
             # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
