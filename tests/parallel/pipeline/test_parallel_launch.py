@@ -73,6 +73,8 @@ WAITED = r"rank 0 on host \S+: waited \d+ s for "
         ("gloo", "tensor_grid 1 2 stops", rf"{WAITED}values of part 1 \(rank 1 on host \S+\)"),
         ("mpi", "tensor_grid 1 2 stops", rf"{WAITED}values of part 1 \(rank 1 on host \S+\)"),
         ("gloo", "tensor_grid 1 2 dies", r"part 1 \(rank 1 on host \S+\) has ended"),
+        ("gloo", "stages 2 differ", "ValueError.*random states"),
+        ("gloo", "stages 2 other batch", "ValueError.*different batches"),
     ],
 )
 def test_a_stage_or_part_that_hangs_or_ends_is_named(controller: str, job: str, named: str) -> None:
