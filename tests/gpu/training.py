@@ -1,26 +1,25 @@
-"""A small model that checks train on a device, beside the same training on the CPU in float64."""
+"""The job of one check, and a small model that checks train on a device, beside the same training on the CPU in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
-from gpu.job import CheckJob
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from benchmarks.workloads import workload
-from hvd_ckpt.app.compare.runner.jobs import own_device
+from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.processes.devices import use_deterministic_kernels
-from hvd_ckpt.utils.measure import now
 
 STEPS = 5
 SEGMENTS = 2
 TOLERANCE = 1e-3
 """The largest error of float32 training, as a part of the distance that the weights have moved."""
-
 
 Sizes = dict[str, Any]
 """Those of the benchmarks' workload ``gpt``, which learns the next of random tokens, where they are not its defaults."""
@@ -31,14 +30,38 @@ TINY: Sizes = {**MEDIUM, "batch": 2, "length": 16, "width": 32, "heads": 2}
 State = dict[str, Tensor]
 
 
-class Failed(Exception):
-    """A check has failed; the text says why in one line."""
+@dataclass(frozen=True)
+class CheckJob(RankJob):
+    """The ranks of one check.
+
+    Attributes:
+        check: a function of :mod:`gpu.checks`, such as ``"operations"``, and numbers that it takes: ``"divided:2,1"``.
+        device: ``"cuda"`` or ``"cpu"``, with small sizes, for a dry run.
+    """
+
+    worker = "gpu.training:run_check"
+
+    check: str
+    device: str
+    tiny: bool
 
 
-def expect(condition: bool, why: str) -> None:
-    """Raises :class:`Failed` unless the condition holds."""
-    if not condition:
-        raise Failed(why)
+@dataclass
+class Outcome:
+    """The outcome of a check that did not fail: one line for the report, and values for programs.
+
+    ``skipped``: the check cannot run here, for the reason in ``text``.
+    """
+
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+    skipped: bool = False
+
+
+def run_check(job: CheckJob) -> Outcome:
+    """Calls the function of the check, on each rank."""
+    name, _, numbers = job.check.partition(":")
+    return getattr(import_module("gpu.checks"), name)(job, *map(int, filter(None, numbers.split(","))))
 
 
 def begin(job: CheckJob, **options: Any) -> torch.device:
@@ -57,19 +80,12 @@ def gpt2_small(job: CheckJob) -> Sizes:
 
 
 class Training:
-    """The training of a GPT on the device of this rank, which has joined the others.
-
-    Args:
-        job: of the check.
-        sizes: of the model, by default those of most checks.
-        **options: of ``hvd_ckpt.init``.
-    """
+    """The training of a GPT on the device of this rank, which has joined the others; ``options`` are those of ``hc.init``."""
 
     def __init__(self, job: CheckJob, sizes: Sizes | None = None, **options: Any) -> None:
         self.device = begin(job, **options)
         self.workload = workload("gpt", sizes or (TINY if job.tiny else MEDIUM))
         self.loss = self.workload.loss
-        self._references: dict[int, State] = {}
 
     def model(self, seed: int = 1) -> nn.Sequential:
         """A model whose blocks are recomputed."""
@@ -98,26 +114,11 @@ class Training:
             self.backward(model, step)
             optimizer.step()
 
-    def train(self, **options: Any) -> State:
-        """The weights, on the CPU, after training over all ranks.
+    def expect_close(self, found: Mapping[str, Tensor], expected: State, what: str) -> float:
+        """Fails unless a state equals to rounding what training should reach; returns the error."""
+        return expect_close(found, expected, self.start().state_dict(), what)
 
-        Args:
-            **options: further arguments of ``hvd_ckpt.DistributedOptimizer``.
-        """
-        model = self.model()
-        optimizer = distributed(model, **options)
-        self.take_steps(model, optimizer, range(STEPS))
-        state: State = optimizer.full_model_state_dict(model, all_ranks=True)
-        now(self.device)
-        return state
-
-    def expect_close(self, found: Mapping[str, Tensor], ranks: int, what: str) -> float:
-        """Fails unless a state equals to rounding what training over so many ranks should reach; returns the error."""
-        if ranks not in self._references:
-            self._references[ranks] = self._reference(ranks)
-        return expect_close(found, self._references[ranks], self.start().state_dict(), what)
-
-    def _reference(self, ranks: int) -> State:
+    def reference(self, ranks: int) -> State:
         """The weights that training over so many ranks should reach: one process on the CPU, in float64, without this library."""
         model = self.start().double()
         optimizer = make_optimizer(model)
@@ -153,7 +154,7 @@ def expect_close(
         return float(torch.stack(squares).sum().sqrt())
 
     error = distance(found, expected) / distance(expected, before)
-    expect(error <= TOLERANCE, f"{what} differ from those of the CPU reference by {error:.1e} of their way")
+    assert error <= TOLERANCE, f"{what} differ from those of the CPU reference by {error:.1e} of their way"
     return error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from residual import Residual
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,14 +29,17 @@ STEPS = 2
 CHECKPOINTS = ("always", "except_last", "never", "auto")
 WIDTH, CLASSES = 6, 5
 AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
+SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 
 
-class Mixed(nn.Module):
-    """Hands on a tuple with None, a number and a tensor, sometimes one tensor twice; takes a mask and draws random numbers."""
-
-    def __init__(self) -> None:
+class Layer(nn.Module):
+    def __init__(self, outputs: int = WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, outputs)
+
+
+class Mixed(Layer):
+    """Hands on a tuple with None, a number and a tensor, sometimes one tensor twice; takes a mask and draws random numbers."""
 
     def forward(
         self, x: Tensor, memory: Tensor | None = None, nothing: None = None, depth: int = 0, *, mask: Tensor
@@ -45,33 +50,14 @@ class Mixed(nn.Module):
         return y, y if depth % 2 else memory, None, depth + 1
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, CLASSES)
-
+class Last(Layer):
     def forward(self, x: Tensor, memory: Tensor, nothing: None, depth: int) -> Tensor:
         assert depth > 0
         return self.linear(x + memory)
 
 
-class Residual(nn.Module):
-    """Uses its input three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * x
-
-
 @hc.skip.skippable(stash=["skip"])
-class Down(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Down(Layer):
     def forward(self, x: Tensor) -> Any:
         x = functional.dropout(torch.tanh(self.linear(x)) + x, 0.1, self.training)
         yield hc.skip.stash("skip", x)
@@ -79,48 +65,40 @@ class Down(nn.Module):
 
 
 @hc.skip.skippable(pop=["skip"])
-class Up(Down):
+class Up(Layer):
     def forward(self, x: Tensor) -> Any:
         skip = yield hc.skip.pop("skip")
         return torch.tanh(self.linear(x + skip) * skip) + x
 
 
-def transformer(tied: bool = False) -> nn.Sequential:
-    return gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=tied)
+def transformer(tied: bool = False, frozen: int = 0) -> nn.Sequential:
+    model = gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=tied)
+    model[:frozen].requires_grad_(False)
+    return model
 
 
 tied_transformer = functools.partial(transformer, tied=True)
 
 
-def frozen_transformer() -> nn.Sequential:
-    model = transformer()
-    for block in list(model)[:3]:
-        block.requires_grad_(False)
-    return model
-
-
 def convolutions() -> nn.Sequential:
-    layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())]
-    layers += [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
-    layers += [nn.Sequential(nn.Dropout(0.1), nn.Flatten(), nn.Linear(48, CLASSES))]
-    shared = nn.Tanh()
-    layers.insert(1, shared)
-    layers.insert(3, shared)
-    return nn.Sequential(*layers)
-
-
-def deferred() -> nn.Sequential:
-    return hc.DeferredBatchNorm.convert(convolutions())
+    """One module is at two places, where it draws different numbers."""
+    shared = nn.Dropout(0.1)
+    layers = [
+        nn.Sequential(nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        for channels in (2, 3, 3, 3)
+    ]
+    head = nn.Sequential(nn.Dropout(0.1), nn.Flatten(), nn.Linear(48, CLASSES))
+    return nn.Sequential(layers[0], shared, layers[1], shared, *layers[2:], head)
 
 
 def mixed() -> nn.Sequential:
-    return Chain(*(Mixed() for _ in range(5)), Last())
+    return Chain(*(Mixed() for _ in range(5)), Last(CLASSES))
 
 
 def skips() -> nn.Sequential:
     outer, inner = Down().isolate("outer"), Down().isolate("inner")
     back = Up().isolate("inner"), Up().isolate("outer")
-    return nn.Sequential(outer, inner, Residual(), Residual(), *back, nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(outer, inner, Residual(WIDTH), Residual(WIDTH), *back, nn.Linear(WIDTH, CLASSES))
 
 
 def tokens(samples: int) -> Batch:
@@ -130,53 +108,60 @@ def tokens(samples: int) -> Batch:
     return Batch((torch.randint(CLASSES, (samples, 4)),), targets)
 
 
+def labelled(samples: int, *shape: int) -> Batch:
+    return Batch((torch.randn(samples, *shape),), torch.randint(CLASSES, (samples,)))
+
+
 def images(samples: int) -> Batch:
-    return Batch((torch.randn(samples, 2, 4, 4),), torch.randint(CLASSES, (samples,)))
+    return labelled(samples, 2, 4, 4)
 
 
 def rows(samples: int) -> Batch:
-    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)))
+    return labelled(samples, WIDTH)
 
 
 def masked_rows(samples: int) -> Batch:
     mask = (torch.rand(samples, 1) > 0.2).float()
-    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)), {"mask": mask})
+    return dataclasses.replace(rows(samples), shared={"mask": mask})
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     total = functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
-    return total / terms(targets)
-
-
-def terms(targets: Tensor) -> Tensor:
-    return (targets != -100).sum()
+    return total / (targets != -100).sum()
 
 
 def weight(part: Batch) -> Tensor:
-    return terms(part.targets)
+    return (part.targets != -100).sum()
 
 
 Made = Callable[[], nn.Sequential]
 CASES: dict[str, tuple[Made, Callable[[int], Batch]]] = {
     "transformer": (transformer, tokens),
     "batch norm": (convolutions, images),
-    "deferred batch norm": (deferred, images),
+    "deferred batch norm": (lambda: hc.DeferredBatchNorm.convert(convolutions()), images),
     "mixed values": (mixed, masked_rows),
     "skips": (skips, rows),
-    "frozen blocks": (frozen_transformer, tokens),
+    "frozen blocks": (functools.partial(transformer, frozen=3), tokens),
 }
 
 
-def optimizer_of(model: nn.Module, make: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+def optimizer_of(model: nn.Module, make: Callable[..., Any] = SGD, /, **options: Any) -> Any:
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    make = make or functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
     bare = make([one for _, one in trained] or [nn.Parameter(torch.zeros(1))])
     return hc.DistributedOptimizer(bare, named_parameters=trained or None, **options)
 
 
 def batches(make: Callable[[int], Batch]) -> list[Batch]:
+    """Those of this rank, whose random numbers follow in training."""
     torch.manual_seed(50 + hc.rank())
-    return [make(7 - 2 * step) for step in range(STEPS)]  # in four parts: uneven
+    made = [make(7 - 2 * step) for step in range(STEPS)]  # in four parts: uneven
+    torch.manual_seed(100 + hc.rank())
+    return made
+
+
+def in_stages(make_model: Made, **arguments: Any) -> Any:
+    torch.manual_seed(3)
+    return hc.Pipeline(make_model(), **arguments)
 
 
 class Trained(NamedTuple):
@@ -196,12 +181,11 @@ def train(
     chunks: int = 4,
 ) -> Trained:
     """Trains in stages, or without ``arguments`` the whole model on this rank."""
-    torch.manual_seed(3)
-    model: Any = make_model()
     if arguments is None:
-        hc.seed_blocks(model)
+        torch.manual_seed(3)
+        model: Any = hc.seed_blocks(make_model())
     else:
-        model = hc.Pipeline(model, **({} if "plan" in arguments else {"chunks": chunks}), **arguments)
+        model = in_stages(make_model, **({} if "plan" in arguments else {"chunks": chunks}), **arguments)
     optimizer = optimizer_of(model)
     torch.manual_seed(100 + hc.rank())
     told = []
@@ -241,10 +225,10 @@ def differences(whole: Trained, staged: Trained) -> list[str]:
     return wrong + ["outputs"] * (not torch.equal(torch.cat(staged.outputs), torch.cat(whole.outputs)))
 
 
-def check(name: str, arguments: dict[str, Any], whole: Trained | None = None) -> None:
+def check(name: str, arguments: dict[str, Any]) -> None:
     make_model, make_batch = CASES[name]
     data = batches(make_batch)
-    wrong = differences(whole or train(make_model, data), train(make_model, data, arguments))
+    wrong = differences(train(make_model, data), train(make_model, data, arguments))
     assert not wrong, f"{name} {arguments} on stage {hc.grid().stage} of {hc.grid().stages}: {wrong}"
 
 
@@ -255,11 +239,10 @@ def equality(cases: Iterable[str]) -> None:
         if schedule == "interleaved" and 2 * hc.grid().stages > len(CASES[name][0]()):
             schedule = "1f1b"
         check(name, {"schedule": schedule, "checkpoint": checkpoint})
-    if hc.grid().stages > 1:
-        whole, tied = (train(tied_transformer, batches(tokens), how) for how in (None, {"schedule": "1f1b"}))
-        expected = whole.model.state_dict()
-        for key, value in tied.model.state_dict().items():
-            torch.testing.assert_close(value, expected[key], msg=f"tied: {key}")
+    whole, tied = (train(tied_transformer, batches(tokens), how) for how in (None, {"schedule": "1f1b"}))
+    expected = whole.model.state_dict()
+    for key, value in tied.model.state_dict().items():
+        torch.testing.assert_close(value, expected[key], msg=f"tied: {key}")
 
 
 def plan_of(model: Any, part: Batch, budget: Any, **arguments: Any) -> Any:
@@ -280,8 +263,8 @@ def plan_of(model: Any, part: Batch, budget: Any, **arguments: Any) -> Any:
 def planned() -> None:
     """Rank 0 plans for all, and each stage does what the plan says: the bits of the whole model."""
     kinds._SECONDS_PER_KIND = 0.0
-    torch.manual_seed(3)
     part = batches(tokens)[0].split(4)[0]
+    torch.manual_seed(3)
     plan = plan_of(transformer(), part, 1 + hc.grid().stage, stages=hc.grid().stages)
     assert plan.budget == 1  # the smallest of all ranks
     facts = current().gather_objects((plan.pipeline, [block.policy.title for block in plan.blocks]))
@@ -300,19 +283,16 @@ def frees_other_stages() -> None:
         pipeline = hc.Pipeline(model, chunks=2)
         left = [one for one in parameters if one() is not None]
         assert len(left) == len(list(pipeline.parameters()))
-        assert len(left) < len(parameters) or hc.grid().stages == 1
+        assert len(left) < len(parameters)
 
 
 def copies_of_tied_parameters() -> None:
     """They stay equal bit for bit, however the gradients are reduced."""
     weights = []
     for shard, passes in (("none", 6), ("optimizer", 1)):
-        torch.manual_seed(3)
-        model = hc.Pipeline(tied_transformer(), chunks=3)
+        model = in_stages(tied_transformer, chunks=3)
         optimizer = optimizer_of(model, AdamW, shard=shard, model=model, backward_passes_per_step=passes)
-        torch.manual_seed(50 + hc.rank())
-        batch = tokens(6)
-        torch.manual_seed(100 + hc.rank())
+        batch = batches(tokens)[0].split(2)[0]
         for _ in range(2):
             optimizer.zero_grad()
             model.accumulate(batch, loss_of, weight=weight)
@@ -333,22 +313,21 @@ ORDERS = (2.0, 0.0, float("inf"))
 def norms_in_stages() -> None:
     """Norms of models in several dtypes have the dtype that torch gives them, on every stage."""
     double, single, half = torch.float64, torch.float32, torch.bfloat16
+    count = 2 * hc.grid().stages
     for dtypes in ((double,), (half,), (half, double), (single, half)):
+        kinds = [dtypes[number * len(dtypes) // count] for number in range(count)]
         for shard in (0, 1, 2, 3):
             torch.manual_seed(0)
-            count = 2 * hc.grid().stages
-            chain = nn.Sequential(
-                *[nn.Linear(4, 4, dtype=dtypes[n * len(dtypes) // count]) for n in range(count)]
-            )
+            chain = nn.Sequential(*(nn.Linear(4, 4, dtype=kind) for kind in kinds))
             for layer in chain:
                 layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].to(layer.weight.dtype))
-            x, y = torch.randn(4, 4), torch.randn(4, 4)
-            nn.functional.mse_loss(chain(x), y.to(dtypes[-1])).backward()
+            batch = torch.randn(4, 4), torch.randn(4, 4, dtype=dtypes[-1])
+            functional.mse_loss(chain(batch[0]), batch[1]).backward()
             expected = nn.utils.get_total_norm([one.grad for one in chain.parameters()])
             chain.zero_grad()
             model = hc.Pipeline(chain, chunks=1)
             optimizer = optimizer_of(model, shard=shard, model=model)
-            model.accumulate((x, y.to(dtypes[-1])), nn.functional.mse_loss)
+            model.accumulate(batch, functional.mse_loss)
             norm = hc.clip_grad_norm_(model.parameters(), 1e9)
             torch.testing.assert_close(norm, expected, rtol=2e-2 if half in dtypes else 1e-12, atol=0.0)
             optimizer.step()
@@ -356,22 +335,20 @@ def norms_in_stages() -> None:
 
 def sharded_in_stages() -> None:
     """Shards of a stage's states over its replicas: the bits of a run without, and the norm over all, finite or not."""
-    weights = []
     torch.manual_seed(3)
     whole = hc.seed_blocks(transformer())
     whole_optimizer = optimizer_of(whole)
     data = batches(tokens)
-    torch.manual_seed(100 + hc.rank())
     hc.accumulate(lambda part: loss_of(whole(*part.inputs), part.targets), data[0], 4, weight=weight)
     whole_optimizer.reduce_for_caller()
     expected = [nn.utils.get_total_norm([one.grad for one in whole.parameters()], order) for order in ORDERS]
+    states: list[dict[str, Tensor]] = []
     for shard in ("none", "optimizer", "gradients", "parameters"):
-        torch.manual_seed(3)
-        model = hc.Pipeline(transformer(), chunks=4, checkpoint="always")
+        model = in_stages(transformer, chunks=4, checkpoint="always")
         optimizer = optimizer_of(
             model, AdamW, shard=shard, model=model if shard != "none" else None, backward_passes_per_step=4
         )
-        torch.manual_seed(100 + hc.rank())
+        data = batches(tokens)
         model.accumulate(data[0], loss_of, weight=weight)
         for order, norm in zip(ORDERS, expected):
             found = hc.clip_grad_norm_(model.parameters(), 1e9, order)
@@ -382,33 +359,28 @@ def sharded_in_stages() -> None:
             model.accumulate(batch, loss_of, weight=weight, across_ranks=True)
             optimizer.step()
         optimizer.zero_grad()
+        overflows = hc.grid().stage == 0
         first = next(model.parameters())
-        hook = first.register_hook(lambda gradient: gradient + float("inf"))
-        if hc.grid().stage != 0:
-            hook.remove()
+        hook = first.register_hook(lambda gradient, to=float("inf") if overflows else 0.0: gradient + to)
         model.accumulate(data[0], loss_of, weight=weight)
         hook.remove()
         # Zeros but for the first parameter's, as in torch.
         assert hc.clip_grad_norm_(model.parameters(), 1.0) == float("inf")
         optimizer.step()
         with optimizer.gathered_parameters():
-            assert first.isnan().all() == (hc.grid().stage == 0)
-            weights.append([one.clone() for one in model.state_dict().values()])
-            assert sum(int(one.isnan().any()) for one in weights[-1]) == (hc.grid().stage == 0)
-    for other in weights[1:]:
-        assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(weights[0], other))
+            assert first.isnan().all() == overflows
+            states.append({name: one.clone() for name, one in model.state_dict().items()})
+        assert sum(int(one.isnan().any()) for one in states[-1].values()) == overflows
+        for name, value in states[0].items():
+            assert torch.equal(value.nan_to_num(), states[-1][name].nan_to_num()), f"{shard}: {name}"
 
 
 def overflow() -> None:
     """An overflow on the first stage skips the step on all."""
-    torch.manual_seed(3)
-    model = hc.Pipeline(transformer(), chunks=2)
-    optimizer = optimizer_of(model)
-    scaler = hc.GradScaler("cpu", init_scale=4.0)
+    model = in_stages(transformer, chunks=2)
+    optimizer, scaler = optimizer_of(model), hc.GradScaler("cpu", init_scale=4.0)
     before = copy.deepcopy(model.state_dict())
-    torch.manual_seed(100 + hc.rank())
     batch = batches(tokens)[0]
-    torch.manual_seed(100 + hc.rank())
     for overflows in (True, False):
         optimizer.zero_grad()
         model.accumulate(
@@ -424,33 +396,57 @@ def overflow() -> None:
         assert scaler.get_scale() == 2.0
 
 
-def float16_gradients() -> None:
-    """Those of the first stage alone are refused on all."""
+def one_stage_alone() -> None:
+    """What one stage has alone is an error on all: gradients in float16, and weights that differ between its replicas."""
+    first, second = hc.grid().stage == 0, hc.grid().stage == 1
     for shard in ("none", hc.Shard("optimizer", master_weights=False)):
-        model = nn.Linear(4, 4, dtype=torch.float32 if hc.grid().stage else torch.float16)
-        optimizer = optimizer_of(model, shard=shard, model=model)
-        scaler = hc.GradScaler("cpu")
+        model = nn.Linear(4, 4, dtype=torch.float16 if first else torch.float32)
+        optimizer, scaler = optimizer_of(model, shard=shard, model=model), hc.GradScaler("cpu")
         loss: Any = scaler.scale(model.weight.sum() + model.bias.sum())
         loss.backward()
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients.$"):
             scaler.unscale_(optimizer)
+    if hc.size() > 1:
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.constant_(model.weight, float(second and hc.rank() == 1))
+        with pytest.raises(hc.WeightsDiffer, match="parameter 'weight' differs: rank 1 "):
+            hc.verify(model)
 
 
-def weights_that_differ() -> None:
-    """Those of one stage are an error on all."""
-    model = nn.Linear(4, 4, bias=False)
-    nn.init.constant_(model.weight, float(hc.grid().stage == 1 and hc.rank() == 1))
-    with pytest.raises(hc.WeightsDiffer, match="parameter 'weight' differs: rank 1 "):
-        hc.verify(model)
+def apart() -> None:
+    """Arguments and weights that one process has alone, or that no pipeline takes: one error on all."""
+    several: dict[str, Any] = {
+        "chunks": 3, "balance": [1, 3], "schedule": "gpipe", "checkpoint": "never", "sample": torch.ones(2, 4),
+        "virtual_stages": 1,
+    }  # fmt: skip
+    wrong: list[dict[str, Any]] = [
+        {"chunks": None}, {"chunks": 2, "sample": torch.ones(2, 4), "balance": "bytes"},
+        {"chunks": 2, "balance": [4]}, {"chunks": 2, "schedule": "x"},
+    ]  # fmt: skip
+    stage, stages = hc.grid().stage, hc.grid().stages
+
+    def build(**arguments: Any) -> Any:
+        return in_stages(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), **arguments)
+
+    for owner, (name, value) in itertools.product((0, current().size - 1), several.items()):
+        given = {"chunks": 2, **({name: value} if current().number == owner else {})}
+        with pytest.raises(ValueError, match=f"Pipeline: {name} differs between ranks"):
+            build(**given)
+    for arguments in wrong:
+        with pytest.raises(ValueError, match=list(arguments)[-1]):
+            build(**arguments)
+    built = build(chunks=2)
+    with pytest.raises(ValueError, match=f"replicas=.* cannot be used with stages={stages}"):
+        optimizer_of(built, replicas=4, model=built)
+    torch.manual_seed(stage)
+    with pytest.raises(ValueError, match="different values of 'embedding.tokens.weight'"):
+        hc.Pipeline(tied_transformer(), chunks=4)
 
 
 def comes_to_grief(case: str) -> None:
-    torch.manual_seed(3)
-    model = hc.Pipeline(transformer(), chunks=4)
-    batch = batches(tokens)[0]
-    torch.manual_seed(100 + hc.rank())
     if case.startswith("hangs"):
         hc.init(stages=hc.grid().stages, stall_timeout=8)
+    model, data = in_stages(transformer, chunks=4), batches(tokens)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         if case == "hangs":
@@ -458,44 +454,13 @@ def comes_to_grief(case: str) -> None:
         raise ArithmeticError("the last stage raises")
 
     if case == "hangs before clipping":
-        model.accumulate(batch, loss_of)
+        model.accumulate(data[0], loss_of)
         time.sleep(1000 * hc.grid().stage)
         hc.clip_grad_norm_(model.parameters(), 1.0)
     if case == "differ":
         torch.manual_seed(hc.grid().stage)
-        with pytest.raises(ValueError, match="different values of 'embedding.tokens.weight'"):
-            hc.Pipeline(tied_transformer(), chunks=4)
-        torch.manual_seed(hc.grid().stage)
-    if case == "other batch":  # on the last stage, whose targets are used
-        batch = batches(tokens)[hc.grid().stage]
-    model.accumulate(batch, loss)
-
-
-def apart() -> None:
-    """Arguments of a pipeline that one process has alone, or that no pipeline takes: one error on all processes."""
-    several: dict[str, Any] = {
-        "chunks": 3, "balance": [1, 3], "schedule": "gpipe", "checkpoint": "never", "sample": torch.ones(2, 4),
-        "virtual_stages": 1,
-    }  # fmt: skip
-
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-
-    for owner, (name, value) in itertools.product((0, current().size - 1), several.items()):
-        given = {"chunks": 2, **({name: value} if current().number == owner else {})}
-        with pytest.raises(ValueError, match=f"Pipeline: {name} differs between ranks"):
-            hc.Pipeline(model(), **given)
-    wrong: list[dict[str, Any]] = [
-        {"chunks": None}, {"chunks": 2, "sample": torch.ones(2, 4), "balance": "bytes"},
-        {"chunks": 2, "balance": [4]}, {"chunks": 2, "schedule": "x"},
-    ]  # fmt: skip
-    for arguments in wrong:
-        with pytest.raises(ValueError, match=list(arguments)[-1]):
-            hc.Pipeline(model(), **arguments)
-    built = hc.Pipeline(model(), chunks=2)
-    with pytest.raises(ValueError, match="replicas=.* cannot be used with stages=2"):
-        optimizer_of(built, replicas=4, model=built)
+    # Of the last stage the targets are used.
+    model.accumulate(data[hc.grid().stage if case == "other batch" else 0], loss)
 
 
 def main() -> None:
@@ -504,29 +469,23 @@ def main() -> None:
         hc.init(stages=5)
     hc.init(stages=stages, stall_timeout=60)
     assert (hc.grid().stages, 0 <= hc.grid().stage < stages) == (stages, True)
-    if case in OTHERS:
-        OTHERS[case]()
-    elif case not in ("", "messages"):
+    if case not in ("", "messages"):
         comes_to_grief(case)
-    else:
-        equality(["mixed values"] if case else CASES)
-        if stages > 1:
-            copies_of_tied_parameters()
-        if hc.size() > 1:
-            weights_that_differ()
-            sharded_in_stages()
-            if not case:
-                norms_in_stages()
-        overflow()
-        if stages == 2 and not case:
-            planned()
-        frees_other_stages()
-        hc.shutdown()
-        assert (hc.grid().stages, hc.grid().stage) == (1, 0)
+    equality(["mixed values"] if case else CASES)
+    apart()
+    one_stage_alone()
+    copies_of_tied_parameters()
+    if hc.size() > 1:
+        sharded_in_stages()
+    if not case:
+        norms_in_stages()
+        planned()
+    overflow()
+    frees_other_stages()
+    hc.shutdown()
+    assert (hc.grid().stages, hc.grid().stage) == (1, 0)
     print("equal", flush=True)
 
-
-OTHERS = {"float16": float16_gradients, "apart": apart}
 
 if __name__ == "__main__":
     main()

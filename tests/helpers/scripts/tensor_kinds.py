@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     T5Config,
     T5Model,
 )
+from ways import plainly, reentrant
 
 import hvd_ckpt as hc
 
@@ -63,9 +65,9 @@ class Adapted(nn.Module):
 class Attention(nn.Module):
     """Attention with what models have in it: norms of queries and keys, and numbers and gates of each head."""
 
-    def __init__(self, dropout: float = 0.0, merged: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.merged = HEADS, merged
+        self.heads = HEADS
         self.q, self.k, self.v = (Adapted(WIDTH, 2 * HEADS) for _ in range(3))
         self.o = Adapted(2 * HEADS, WIDTH)
         self.q_norm, self.k_norm = nn.LayerNorm(2), Fused(2)
@@ -77,20 +79,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         other = x if memory is None else memory
-        b, s, _ = x.shape
         q, k, v = (
             f(y).unflatten(-1, (self.heads, 2)).transpose(1, 2)
             for f, y in ((self.q, x), (self.k, other), (self.v, other))
         )
         scores = self.q_norm(q) @ self.k_norm(k).transpose(-2, -1) * self.temperature * self.scale
-        distance = (torch.arange(s)[:, None] - torch.arange(other.shape[1])[None]).abs()
+        distance = (torch.arange(x.shape[1])[:, None] - torch.arange(other.shape[1])[None]).abs()
         scores = scores + self.distances(distance % LENGTH).permute(2, 0, 1) - self.slopes * distance
-        if self.merged:
-            scores, v = scores.flatten(0, 1), v.flatten(0, 1)
-        values = self.dropout(scores.softmax(-1)) @ v
-        if self.merged:
-            values = values.unflatten(0, (b, self.heads))
-        values = values.transpose(1, 2) * (self.bias[:, None] + self.gate(x).sigmoid()[..., None])
+        values = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2)
+        values = values * (self.bias[:, None] + self.gate(x).sigmoid()[..., None])
         return self.o(values.flatten(2))
 
 
@@ -119,6 +116,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+HOW = {"none": plainly, "non-reentrant": hc.checkpoint, "reentrant": reentrant}
+
+
 class Model(nn.Module):
     """Blocks between a layer and a norm, which may also be that of a block."""
 
@@ -131,12 +131,7 @@ class Model(nn.Module):
         x = memory = self.first(x)
         for layer in self.layers:
             given = (x, memory) if layer.cross is not None else (x,)
-            recomputed = self.how != "none"
-            x = (
-                hc.checkpoint(layer, *given, use_reentrant=self.how == "reentrant")
-                if recomputed
-                else layer(*given)
-            )
+            x = HOW[self.how](layer, *given)
         return self.norm(x)
 
 
@@ -151,7 +146,7 @@ RECIPE = {
     **adapted("q", "k", "v", "up", kind="column"), **adapted("o", "down", kind="row"),
 }  # fmt: skip
 # Sequence parallelism, and how blocks are recomputed.
-WAYS = ((False, "none"), (True, "none"), (False, "nonreentrant"), (True, "reentrant"))
+WAYS = ((False, "none"), (True, "none"), (False, "non-reentrant"), (True, "reentrant"))
 CROSS = {**RECIPE, "*.cross": "heads:heads", "*.cross.bias": "slice:0"}
 
 
@@ -195,22 +190,39 @@ def x() -> Tensor:
     return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(7)).double()
 
 
-def made(**options: Any) -> nn.Module:
+def made(frozen: bool = False, **options: Any) -> nn.Module:
     torch.manual_seed(3)
-    return Model(**options)
+    model = Model(**options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or name.endswith(("A.weight", "B.weight", "q_norm.weight")))
+    return model
 
 
-def inside() -> None:
-    """Parameters inside attention and perceptrons, whichever module holds them."""
-    for sequence, how in WAYS:
-        assert_equal(made(how=how), RECIPE, x(), sequence=sequence)
-    for sequence in (False, True):
-        assert_equal(made(dropout=0.3), RECIPE, x(), sequence=sequence, clip=True)
+# Options of the model, its recipe, and how it is split and trained.
+KINDS: dict[str, list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]]] = {
+    "inside": [  # parameters inside attention and perceptrons, whichever module holds them
+        *(({"how": how}, RECIPE, {"sequence": sequence}) for sequence, how in WAYS),
+        *(({"dropout": 0.3}, RECIPE, {"sequence": sequence, "clip": True}) for sequence in (False, True)),
+    ],
+    "sharded": [
+        ({}, RECIPE, {"shard": "gradients"}),
+        ({}, RECIPE, {"shard": "parameters", "sequence": True}),
+    ],
+    "shared": [  # a norm of the blocks is also behind the last one
+        ({"shared": True}, RECIPE, {"sequence": sequence}) for sequence in (False, True)
+    ],
+    "memory": [  # all positions attend to a second input of the blocks
+        ({"cross": True, "how": how}, CROSS, {"sequence": sequence}) for sequence, how in WAYS
+    ],
+    "frozen": [  # adapters alone are trained, as is usual
+        ({"frozen": True}, RECIPE, {"sequence": sequence}) for sequence in (False, True)
+    ],
+}
 
 
-def sharded() -> None:
-    for sequence, shard in ((False, "gradients"), (True, "parameters")):
-        assert_equal(made(), RECIPE, x(), sequence=sequence, shard=shard)
+def check(kind: str) -> None:
+    for options, recipe, how in KINDS[kind]:
+        assert_equal(made(**options), recipe, x(), **how)
 
 
 def planned() -> None:
@@ -218,27 +230,6 @@ def planned() -> None:
     hc.plan(model, x(), loss=lambda y: y.square().mean(), budget="60%").apply(model)
     train(model, x()), train(whole, x())
     assert all(map(torch.equal, model.parameters(), whole.parameters())), "planned"
-
-
-def frozen() -> None:
-    """Adapters alone are trained, as is usual."""
-    for sequence in (False, True):
-        model = made()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.endswith(("A.weight", "B.weight", "q_norm.weight")))
-        assert_equal(model, RECIPE, x(), sequence=sequence)
-
-
-def shared() -> None:
-    """A norm of the blocks is also behind the last one."""
-    for sequence in (False, True):
-        assert_equal(made(shared=True), RECIPE, x(), sequence=sequence)
-
-
-def memory() -> None:
-    """All positions attend to a second input of the blocks."""
-    for sequence, how in WAYS:
-        assert_equal(made(cross=True, how=how), CROSS, x(), sequence=sequence)
 
 
 class Calls(nn.Module):
@@ -303,9 +294,8 @@ def transformers() -> None:
         recipe = {**LLAMA, **adapted("q_proj", kind="column")}
         del recipe["*.q_proj"]
         assert_equal(model, recipe, TOKENS, sequence=sequence)
-        cache = DynamicCache(config=model.config)
         split = hc.tensor_parallel(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), LLAMA, sequence=sequence)
-        split(TOKENS, past_key_values=cache)
+        split(TOKENS, past_key_values=(cache := DynamicCache(config=split.config)))
         assert cache.get_seq_length() == LENGTH, "the verification has filled a cache"
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.1)
     assert_equal(T5Model(config), T5, TOKENS, torch.ones_like(TOKENS), TOKENS)
@@ -350,11 +340,9 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hc.tensor_parallel(model, recipe)
-    merged = hc.tensor_parallel(made(dropout=0.3, merged=True).double(), RECIPE)
-    with pytest.raises(ValueError, match="but only in training: random numbers"):
-        merged(x())
 
 
 if __name__ == "__main__":
-    cases = (inside, sharded, planned, frozen, shared, memory, order, transformers, rounding, refused)
-    run({case.__name__: case for case in cases})
+    cases = (planned, order, transformers, rounding, refused)
+    kinds = {kind: functools.partial(check, kind) for kind in KINDS}
+    run(kinds | {case.__name__: case for case in cases})

@@ -27,18 +27,15 @@ LENGTH, BATCH, STEPS = 8 if SEQUENCE else 7, 3, 2
 CLOSE = 2e-5  # relative to the norm of a tensor
 
 
-def of_transformers(chain: Any) -> nn.Module:
+class Scores(nn.Module):
     """The model of ``transformers`` in a chain, by itself."""
 
-    class Scores(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
+    def __init__(self, chain: Any) -> None:
+        super().__init__()
+        self.model = chain.transformers_model
 
-        def forward(self, tokens: Tensor, **masks: Tensor) -> Tensor:
-            return self.model(tokens, **masks).logits
-
-    return Scores(chain.transformers_model)
+    def forward(self, tokens: Tensor, **masks: Tensor) -> Tensor:
+        return self.model(tokens, **masks).logits
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -49,10 +46,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "roberta": lambda: roberta(**SIZES, length=LENGTH),
     "gpt2": lambda: gpt2(**SIZES, length=LENGTH),
     "xlnet": lambda: xlnet(**SIZES),
-    "BertForMaskedLM": lambda: of_transformers(bert(**SIZES, length=LENGTH)),
-    "RobertaForMaskedLM": lambda: of_transformers(roberta(**SIZES, length=LENGTH)),
-    "GPT2LMHeadModel": lambda: of_transformers(gpt2(**SIZES, length=LENGTH)),
-    "XLNetLMHeadModel": lambda: of_transformers(xlnet(**SIZES)),
+    "BertForMaskedLM": lambda: Scores(bert(**SIZES, length=LENGTH)),
+    "RobertaForMaskedLM": lambda: Scores(roberta(**SIZES, length=LENGTH)),
+    "GPT2LMHeadModel": lambda: Scores(gpt2(**SIZES, length=LENGTH)),
+    "XLNetLMHeadModel": lambda: Scores(xlnet(**SIZES)),
 }
 
 
@@ -83,8 +80,8 @@ def loss_of(model: nn.Module, step: int = 0) -> Tensor:
     return functional.cross_entropy(model(tokens, **masks).flatten(0, 1), targets.flatten())
 
 
-def train(name: str, model: nn.Module, clip: float | None = None, **options: Any) -> list[float]:
-    optimizer = optimizer_of(model, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), **options)
+def train(name: str, model: nn.Module) -> list[float]:
+    optimizer = optimizer_of(model, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     torch.manual_seed(5 + hc.rank())
     losses = []
     for step in range(STEPS):
@@ -92,8 +89,6 @@ def train(name: str, model: nn.Module, clip: float | None = None, **options: Any
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(tokens, **masks).flatten(0, 1), targets.flatten())
         loss.backward()
-        if clip is not None:
-            losses.append(float(hc.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,6 +14,7 @@ import torch
 from same import assert_same, gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from ways import each_of
 
 import hvd_ckpt as hc
 from hvd_ckpt.data.objectives import Batch
@@ -22,6 +22,8 @@ from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
 
 pytestmark = pytest.mark.ranks(gloo=(1,))
+
+ROUNDING = 1e-9
 
 
 class Counted(nn.Module):
@@ -37,9 +39,9 @@ class Counted(nn.Module):
         return self.layers(x)
 
 
-def make(blocks: int = 3) -> nn.Sequential:
+def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Counted() for _ in range(blocks)), nn.Linear(6, 5)).double()
+    return nn.Sequential(*(Counted() for _ in range(3)), nn.Linear(6, 5)).double()
 
 
 def tokens(samples: int = 7, seed: int = 1, shift: int = 0) -> Batch:
@@ -59,22 +61,31 @@ def terms(part: Batch) -> Tensor:
     return (part.targets != -100).sum()
 
 
-def assert_close(left: list[Tensor | None], right: list[Tensor | None]) -> None:
-    assert len(left) == len(right) > 0
-    for one, other in zip(left, right):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-12)
+RECOMPUTED = [(4, "always", 8), (4, "except_last", 7), (4, "never", 4)]
 
 
-@pytest.mark.parametrize("parts", [1, 3, 100])
-def test_equals_the_whole_batch_weighted_by_tokens(parts: int) -> None:
-    whole, model = make(), make()
+@pytest.mark.parametrize(
+    ("use_reentrant", "parts", "checkpoint", "runs"),
+    [
+        *((None, parts, "always", runs) for parts, runs in ((1, 1), (3, 3), (100, 7))),
+        *((use_reentrant, *row) for use_reentrant in (False, True) for row in RECOMPUTED),
+    ],
+)
+def test_equals_the_whole_batch_weighted_by_tokens(
+    use_reentrant: bool | None, parts: int, checkpoint: str, runs: int
+) -> None:
+    whole, plain = make(), make()
     expected = mean_loss(whole, tokens())
     expected.backward()
-    loss, weight = hc.accumulate(functools.partial(mean_loss, model), tokens(), parts, weight=terms)
+    model: nn.Module = plain
+    if use_reentrant is not None:
+        model = hc.CheckpointSequential(plain, 2, use_reentrant, keep_last=False)
+    compute = functools.partial(mean_loss, model)
+    loss, weight = hc.accumulate(compute, tokens(), parts, checkpoint=checkpoint, weight=terms)
     assert not loss.requires_grad and weight == float(terms(tokens()))
-    assert_close([loss, *gradients(model)], [expected.detach(), *gradients(whole)])
     # With as many parts as samples, row 0 has no terms: its mean is nan, and must not count.
-    assert model[0].runs == min(parts, 7)
+    assert_same([loss, *gradients(model)], [expected.detach(), *gradients(whole)], ROUNDING)
+    assert plain[0].runs == runs
 
 
 def test_losses_in_half_precision_are_added_up_in_float32() -> None:
@@ -125,36 +136,20 @@ def test_any_tensors_weighted_by_samples() -> None:
 
     loss, weight = hc.accumulate(functools.partial(compute, model), data, 3, backward=backward)
     assert weight == 5 and seen == [False, False, True]
-    assert_close([loss, *gradients(model)], [expected.detach(), *gradients(whole)])
+    assert_same([loss, *gradients(model)], [expected.detach(), *gradients(whole)], ROUNDING)
 
 
 def test_nothing_to_learn_from_gives_zeros() -> None:
-    batch = tokens()
-    batch = Batch(batch.inputs, torch.full_like(batch.targets, -100))
+    batch, model = tokens(), make()
+    batch.targets[:] = -100
+    chain = hc.CheckpointSequential(model, 2)
 
-    def compute(model: nn.Module, part: Batch) -> Tensor:
-        chain = hc.CheckpointSequential(model, 2)
+    def compute(part: Batch) -> Tensor:
         valid = part.targets != -100
         return (chain(*part.inputs).square().sum(-1) * valid).sum() / valid.sum()
 
-    model = make()
-    loss, weight = hc.accumulate(functools.partial(compute, model), batch, 2, weight=terms)
-    assert loss == 0 and weight == 0
+    assert hc.accumulate(compute, batch, 2, weight=terms) == (0, 0)
     assert_same(gradients(model), [torch.zeros_like(parameter) for parameter in model.parameters()])
-
-
-@pytest.mark.parametrize("checkpoint, runs", [("always", 8), ("except_last", 7), ("never", 4)])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_which_micro_batches_recompute(checkpoint: str, runs: int, use_reentrant: bool) -> None:
-    whole, plain = make(), make()
-    model = hc.CheckpointSequential(plain, 2, use_reentrant, keep_last=False)
-    expected = mean_loss(whole, tokens())
-    expected.backward()
-    loss, _ = hc.accumulate(
-        functools.partial(mean_loss, model), tokens(), 4, checkpoint=checkpoint, weight=terms
-    )
-    assert plain[0].runs == runs
-    assert_close([loss, *gradients(model)], [expected.detach(), *gradients(whole)])
 
 
 def test_errors() -> None:
@@ -177,41 +172,28 @@ def test_errors() -> None:
             hc.accumulate(**arguments)
 
 
-POLICY = Policy(("linear", "gelu", "linear"), frozenset({1}))
-
-WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "non-reentrant": lambda block, x: hc.checkpoint(block, x),
-    "reentrant": lambda block, x: hc.checkpoint(block, x, use_reentrant=True),
-    "CheckpointFunction": lambda block, x: hc.CheckpointFunction.apply(block, 1, x, *block.parameters()),
-    "checkpoint_sequential": lambda block, x: hc.checkpoint_sequential([block], 1, x, keep_last=False),
-    "nested": lambda block, x: hc.checkpoint(lambda y: hc.checkpoint(block, y).sin(), x),
-}
+# ------------------------------------------------------------------------------------ without recomputation
 
 
-def inside(kept: bool) -> AbstractContextManager[Any]:
-    return hc.without_recomputation() if kept else contextlib.nullcontext()
-
-
-def results(
-    block: nn.Module, compute: Callable[[Tensor], Any], forward: bool, backward: bool
-) -> list[Tensor | None]:
+def results(block: nn.Module, compute: Callable[[Tensor], Any], *inside: bool) -> list[Tensor | None]:
     """Of a forward and a backward pass, each within ``without_recomputation()`` or not."""
+    forward, backward = (hc.without_recomputation() if one else contextlib.nullcontext() for one in inside)
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-    with inside(forward):
+    with forward:
         y = compute(x)
-        assert not (forward and hc.is_checkpointing())
-    with inside(backward):
+        assert not (inside[0] and hc.is_checkpointing())
+    with backward:
         y.sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *gradients(block)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_of("non-reentrant", "reentrant", "CheckpointFunction", "segments", "nested")
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_without_recomputation_a_call_just_runs(way: str, backward_inside: bool) -> None:
+def test_without_recomputation_a_call_just_runs(run: Callable[..., Any], backward_inside: bool) -> None:
     recomputed, kept = make()[0], make()[0]
-    expected = results(recomputed, lambda x: WAYS[way](recomputed, x), False, False)
-    assert_same(expected, results(kept, lambda x: WAYS[way](kept, x), True, backward_inside))
+    expected = results(recomputed, functools.partial(run, recomputed), False, False)
+    assert_same(expected, results(kept, functools.partial(run, kept), True, backward_inside))
     assert recomputed.runs > 1 and kept.runs == 1
 
 
@@ -229,8 +211,20 @@ def test_a_backward_pass_inside_recomputes_as_the_forward_pass_did() -> None:
     assert_same(*found)
 
 
+class CountGelu(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.gelu.default
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
-    "policy", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)]
+    "policy",
+    [
+        CheckpointPolicy("recompute", recompute=True),
+        CheckpointPolicy("drop", Policy(("linear", "gelu", "linear"), frozenset({1}))),
+    ],
 )
 def test_blocks_with_a_policy_keep_what_they_would_drop(policy: CheckpointPolicy) -> None:
     found, runs = [], []
@@ -243,14 +237,6 @@ def test_blocks_with_a_policy_keep_what_they_would_drop(policy: CheckpointPolicy
         runs.append(calls.count)
     assert runs == [2, 1]
     assert_same(*found)
-
-
-class CountGelu(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten.gelu.default
-        return function(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------ several ranks
@@ -269,7 +255,7 @@ def tokens_of(step: int, rank: int) -> Batch:
 
 @several
 @pytest.mark.parametrize(
-    "checkpoint, use_reentrant",
+    ("checkpoint", "use_reentrant"),
     [("always", False), ("always", True), ("except_last", True), ("never", False)],
 )
 def test_trains_as_one_process_with_the_samples_of_all(checkpoint: str, use_reentrant: bool) -> None:
@@ -277,6 +263,7 @@ def test_trains_as_one_process_with_the_samples_of_all(checkpoint: str, use_reen
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), bucket_cap_mb=3e-4)
+    options = {"checkpoint": checkpoint, "weight": terms, "across_ranks": True}
     for step in range(3):
         reference.zero_grad()
         parts = [tokens_of(step, rank) for rank in range(hc.size())]
@@ -284,10 +271,7 @@ def test_trains_as_one_process_with_the_samples_of_all(checkpoint: str, use_reen
         expected = mean_loss(plain, Batch((inputs,), torch.cat([part.targets for part in parts])))
         expected.backward()
         optimizer.zero_grad()
-        loss, weight = hc.accumulate(
-            functools.partial(mean_loss, model), parts[hc.rank()], 3,
-            checkpoint=checkpoint, weight=terms, across_ranks=True,
-        )  # fmt: skip
+        loss, weight = hc.accumulate(functools.partial(mean_loss, model), parts[hc.rank()], 3, **options)
         optimizer.synchronize()
         assert_same(gradients(model), gradients(plain), 1e-9)
         part = torch.stack([loss * weight, torch.tensor(weight).double()])

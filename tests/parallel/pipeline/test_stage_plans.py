@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from chains import network
+from residual import Residual
 from torch import Tensor, nn
-from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_costs
@@ -19,36 +20,14 @@ from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, simulate
 from hvd_ckpt.planning.planner import Planner
-from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.memory import recording_marks
 
 KIB = 1024
 
 
-def ways_of(chain: list[Block], in_flight: int) -> Iterator[tuple[int, float]]:
-    """Peak and seconds of every choice of policies."""
-    for choices in itertools.product(*(range(len(block.choices)) for block in chain)):
-        yield simulate(chain, [Run(index, choice) for index, choice in enumerate(choices)], in_flight)
-
-
-def test_policies_with_several_micro_batches_in_flight_are_the_best_of_all() -> None:
-    generator = random.Random(1)
-    for _ in range(60):
-        chain = network(generator, generator.randint(2, 6), generator.randint(2, 3), joins=False)
-        in_flight = generator.randint(2, 4)
-        solver, every = Solver(chain, in_flight), list(ways_of(chain, in_flight))
-        peaks = sorted(peak for peak, _ in every)
-        assert solver.smallest.peak == peaks[0]
-        for limit in (peaks[0], peaks[len(peaks) // 3], peaks[-1]):
-            found = solver.solve(limit)
-            assert found is not None and found.peak <= limit
-            assert found.seconds <= 1.01 * min(seconds for peak, seconds in every if peak <= limit)
-
-
-def ends(shared: int, behind: int) -> tuple[Block, Block]:
-    """What runs before and behind the blocks of a measured chain."""
-    before = Block((Choice(0.0, shared, shared, shared),), shared, 0.0, shared)
-    return before, Block((Choice(0.001, 0, behind, behind),), 0, 0.0, 0)
+BEFORE = Block((Choice(0.0, 5000, 5000, 5000),), 5000, 0.0, 5000)
+BEHIND = Block((Choice(0.001, 0, 1_000_000, 1_000_000),), 0, 0.0, 0)
+"""What runs before and behind the blocks of a measured chain."""
 
 
 def made(
@@ -56,8 +35,7 @@ def made(
 ) -> tuple[StagePlanner, list[Block], list[nn.Module]]:
     inner = network(generator, blocks, 2, joins=True)
     modules: list[nn.Module] = [nn.Linear(generator.randint(1, 600), 500) for _ in inner]
-    before, behind = ends(5000, 1_000_000)
-    return StagePlanner([before, *inner, behind], modules, layout), inner, modules
+    return StagePlanner([BEFORE, *inner, BEHIND], modules, layout), inner, modules
 
 
 def exhaustive(inner: list[Block], modules: list[nn.Module], layout: StageLayout, limit: float) -> float:
@@ -67,24 +45,22 @@ def exhaustive(inner: list[Block], modules: list[nn.Module], layout: StageLayout
         longest = 0.0
         for stage, (first, end) in enumerate(itertools.pairwise((0, *cuts, len(inner)))):
             last = end == len(inner)
-            blocks = [*inner[first:end], *([ends(5000, 1_000_000)[1]] if last else [])]
             given = inner[first - 1].output if first else 0
             sent = 0 if last else inner[end - 1].output
-            fixed = 4 * sum(one.nbytes for module in modules[first:end] for one in module.parameters())
             count = min(layout.stages - stage, layout.micro_batches)
             if layout.schedule == "gpipe":
                 count = layout.micro_batches
+            fixed = 4 * sum(one.nbytes for module in modules[first:end] for one in module.parameters())
             fixed += layout.micro_batches * given + sent + count * (given + 5000)
             fastest = math.inf
             for choices in itertools.product(range(2), repeat=end - first):
-                runs = [Run(index, choice) for index, choice in enumerate(choices)]
-                rest = [Run(end - first, 0)] if last else []
-                peak, seconds = simulate(blocks, [*runs, *rest], count)
-                if fixed + peak <= limit:
-                    fastest = min(fastest, seconds)
-                peak, seconds = simulate(blocks, [tuple(runs), *rest], count)
-                if fixed + peak + inner[end - 1].output <= limit:  # the output is held while it is recomputed
-                    fastest = min(fastest, seconds)
+                runs = tuple(Run(index, choice) for index, choice in enumerate(choices))
+                # As a whole, the output is held while it is recomputed.
+                for kept, held in ((runs, 0), ((runs,), inner[end - 1].output)):
+                    blocks = [*inner[first:end], *([BEHIND] * last)]
+                    peak, seconds = simulate(blocks, [*kept, *([Run(end - first, 0)] * last)], count)
+                    if fixed + peak + held <= limit:
+                        fastest = min(fastest, seconds)
             longest = max(longest, fastest)
         best = min(best, longest)
     return best
@@ -126,9 +102,7 @@ def test_a_tied_parameter_is_counted_on_each_of_its_stages() -> None:
     for tied in (False, True):
         if tied:
             modules[3].weight = modules[0].weight
-        before, behind = ends(5000, 1_000_000)
-        planner = StagePlanner([before, *inner, behind], modules, StageLayout(2, 4))
-        pipeline, _ = planner.pipeline(math.inf)
+        pipeline, _ = StagePlanner([BEFORE, *inner, BEHIND], modules, StageLayout(2, 4)).pipeline(math.inf)
         states[tied] = [part.state_bytes for part in pipeline.parts]
     size = 8 * 8 * 4
     assert sum(states[False]) == 4 * 4 * size
@@ -138,45 +112,35 @@ def test_a_tied_parameter_is_counted_on_each_of_its_stages() -> None:
 # ------------------------------------------------------------------------------------ measured models
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 def loss_of(output: Tensor, targets: object = None) -> Tensor:
     return output.square().mean()
 
 
 def chain(blocks: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(blocks)))
+    return nn.Sequential(*(Residual() for _ in range(blocks)))
 
 
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     """Whatever this machine measures, no recomputation takes two seconds a block, and each other policy a little longer."""
+
+    def seconds(runner: Any, policies: Any, least: Any, least_rounds: int = 3) -> list[float]:
+        return [2.0 + 0.1 * number for number in range(len(policies))]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "hvd_ckpt.planning.kinds.BlockRunner.seconds",
-            lambda self, policies, least, least_rounds=3: [
-                2.0 + 0.1 * number for number in range(len(policies))
-            ],
-        )
+        patch.setattr("hvd_ckpt.planning.kinds.BlockRunner.seconds", seconds)
         model = chain()
         return Planner(model, torch.randn(512, 16), loss=loss_of, blocks=children_of(model))
 
 
-def test_each_stage_has_its_own_micro_batches_in_flight(planner: Planner) -> None:
-    plan = planner.plan_parts(StageLayout(3, 6), None)
-    assert plan.pipeline is not None and plan.predicted.peak_bytes == max(plan.pipeline.memory)
-    assert [part.in_flight for part in plan.pipeline.parts] == [3, 2, 1]
-    plan = planner.plan_parts(StageLayout(3, 6, "gpipe"), None)
-    assert plan.pipeline is not None and [part.in_flight for part in plan.pipeline.parts] == [6, 6, 6]
+def test_each_stage_has_its_own_micro_batches_in_flight_and_states(planner: Planner) -> None:
+    parameters = sum(one.nbytes for one in chain().parameters())
+    for schedule, scale, in_flight in (("1f1b", 2.0, [3, 2, 1]), ("gpipe", 4.0, [6, 6, 6])):
+        plan = planner.plan_parts(StageLayout(3, 6, schedule, param_scale=scale), None)
+        assert plan.pipeline is not None and plan.predicted.peak_bytes == max(plan.pipeline.memory)
+        assert [part.in_flight for part in plan.pipeline.parts] == in_flight
+        assert sum(part.state_bytes for part in plan.pipeline.parts) == scale * parameters
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_that_works(planner: Planner) -> None:
@@ -203,14 +167,6 @@ def test_budgets_in_words(planner: Planner) -> None:
     assert longest[1] <= 2 * longest[0] and max(smallest.memory) <= max(fastest.memory)
 
 
-def test_states_are_counted_by_their_scale(planner: Planner) -> None:
-    parameters = sum(one.nbytes for one in chain().parameters())
-    for scale in (2.0, 4.0):
-        pipeline = planner.plan_parts(StageLayout(3, 6, param_scale=scale), None).pipeline
-        assert pipeline is not None
-        assert sum(part.state_bytes for part in pipeline.parts) == scale * parameters
-
-
 @pytest.mark.parametrize(("schedule", "budget"), [("gpipe", None), ("gpipe", "min"), ("1f1b", "min")])
 def test_the_activations_of_a_stage_are_those_predicted(
     planner: Planner, schedule: str, budget: str | None
@@ -232,57 +188,53 @@ def test_the_activations_of_a_stage_are_those_predicted(
 
 
 def test_models_without_a_chain_of_blocks_are_refused(quick_planner: None) -> None:
-    x = torch.randn(4, 16)
-    with pytest.raises(ValueError, match="Layer"):
-        hc.plan(Layer(), x, layout=hc.StageLayout(2))
-    twice = Layer()
-    with pytest.raises(ValueError, match="'0'"):
-        hc.plan(nn.Sequential(twice, Layer(), twice), x, layout=hc.StageLayout(2))
-    for stages in (3, 1 << 20):  # refused before a schedule of all stages is made
-        with pytest.raises(ValueError, match="2 blocks"):
-            hc.plan(nn.Sequential(Layer(), Layer()), x, layout=hc.StageLayout(stages))
-    for wrong in (
-        {"stages": 0},
-        {"chunks": 0},
-        {"schedule": "2f2b"},
-        {"virtual_stages": 2},
-        {"param_scale": "4"},
+    x, twice = torch.randn(4, 16), Residual()
+    for model, stages, said in (
+        (Residual(), 2, "Residual"),
+        (nn.Sequential(twice, Residual(), twice), 2, "'0'"),
+        *((chain(2), stages, "2 blocks") for stages in (3, 1 << 20)),  # before a schedule of all is made
     ):
-        with pytest.raises(ValueError, match="stages|chunks|schedule|virtual|param_scale"):
-            hc.StageLayout(**{"stages": 2, **wrong})
+        with pytest.raises(ValueError, match=said):
+            hc.plan(model, x, layout=hc.StageLayout(stages))
+    for name, value in {
+        "stages": 0,
+        "chunks": 0,
+        "schedule": "2f2b",
+        "virtual_stages": 2,
+        "param_scale": "4",
+    }.items():
+        with pytest.raises(ValueError, match=name.split("_")[0]):
+            hc.StageLayout(**{"stages": 2, name: value})
 
 
 def test_a_pipeline_takes_a_plan_for_its_stages_alone(planner: Planner) -> None:
-    plan = planner.plan_parts(StageLayout(1, 2), None)
+    plan, other = (planner.plan_parts(StageLayout(stages, 2), None) for stages in (1, 2))
     assert hc.Pipeline(chain(), plan=plan).balance == [6]
-    with pytest.raises(ValueError, match="chunks"):
-        hc.Pipeline(chain(), plan=plan, chunks=3)
-    with pytest.raises(ValueError, match="checkpoint"):
-        hc.Pipeline(chain(), plan=plan, checkpoint="never")
-    with pytest.raises(ValueError, match="chunks"):
-        hc.Pipeline(chain())
-    with pytest.raises(hc.PlanError, match="2 stages"):
-        hc.Pipeline(chain(), plan=planner.plan_parts(StageLayout(2, 2), None))
-    with pytest.raises(hc.PlanError, match="6|blocks|module"):
-        hc.Pipeline(chain(5), plan=plan)
+    refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: hc.Pipeline(chain(), plan=plan, chunks=3), ValueError, "chunks"),
+        (lambda: hc.Pipeline(chain(), plan=plan, checkpoint="never"), ValueError, "checkpoint"),
+        (lambda: hc.Pipeline(chain()), ValueError, "chunks"),
+        (lambda: hc.Pipeline(chain(), plan=other), hc.PlanError, "2 stages"),
+        (lambda: hc.Pipeline(chain(5), plan=plan), hc.PlanError, "6|blocks|module"),
+    ]
+    for call, error, said in refused:
+        with pytest.raises(error, match=said):
+            call()
 
 
-class Slow(Layer):
+class Slow(Residual):
     """Takes much longer than the others."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         for _ in range(200):
             x = super().forward(x)
         return x
 
 
 def test_cuts_by_measured_time_and_bytes() -> None:
-    x = torch.randn(256, 16)
-    model = nn.Sequential(Slow(), Slow(), Layer(), Layer())
-    assert balance_costs(block_costs("time", model, x, seconds=0.05), 2) == [1, 3]
-    model = nn.Sequential(
-        *(Layer() for _ in range(4)), Layer(), Layer(), nn.Linear(16, 20000), nn.Linear(20000, 16)
-    )
+    model = nn.Sequential(Slow(), Slow(), *chain(2))
+    assert balance_costs(block_costs("time", model, torch.randn(256, 16), seconds=0.05), 2) == [1, 3]
+    model = nn.Sequential(*chain(), nn.Linear(16, 20000), nn.Linear(20000, 16))
     costs = block_costs("size", model, torch.randn(1, 16))
     assert balance_costs(costs, 2) == [7, 1]
     assert balance_costs(costs, 3) == [6, 1, 1]

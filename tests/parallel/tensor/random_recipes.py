@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import cut_of
 
 WIDTH, HIDDEN, HEADS, LENGTH, BATCH = 8, 12, 4, 4, 3
+ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
 # What a block does to the features between its column and row layers. The harmless ones treat each feature alike.
 INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -87,24 +88,16 @@ HARMLESS_ACTS: dict[str, Act] = {
     "double": lambda block: block.double(),
     "buffer counts": lambda block: block.register_buffer("count", torch.zeros(1)),
 }
-# What becomes of a right recipe.
-RECIPES: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
-    "columns and rows exchanged": lambda right: {
-        name: {"column": "row", "row": "column"}.get(kind, kind) for name, kind in right.items()
-    },
-    "no rows": lambda right: {name: kind for name, kind in right.items() if kind != "row"},
-    "no columns": lambda right: {name: kind for name, kind in right.items() if kind != "column"},
-    "no heads": lambda right: {name: kind for name, kind in right.items() if not kind.startswith("heads")},
-    "heads of nothing": lambda right: {
-        name: "heads" if kind.startswith("heads") else kind for name, kind in right.items()
-    },
-    "fused columns": lambda right: {
-        name: "fused:3" if kind == "column" else kind for name, kind in right.items()
-    },
-    "one entry less": lambda right: dict(list(right.items())[:-1]),
-    "head by columns": lambda right: {**right, "head": "column"},
-    "norm by columns": lambda right: {**right, "blocks.0.norm": "column"},
+# What becomes of the kinds of a right recipe; an entry without a kind is left out.
+RECIPES: dict[str, Callable[[str], str]] = {
+    "columns and rows exchanged": lambda kind: {"column": "row", "row": "column"}.get(kind, kind),
+    "no rows": lambda kind: "" if kind == "row" else kind,
+    "no columns": lambda kind: "" if kind == "column" else kind,
+    "no heads": lambda kind: "" if kind.startswith("heads") else kind,
+    "heads of nothing": lambda kind: kind.partition(":")[0],
+    "fused columns": lambda kind: "fused:3" if kind == "column" else kind,
 }
+ADDED = {"head by columns": "head", "norm by columns": "blocks.0.norm"}
 
 
 class Block(nn.Module):
@@ -126,11 +119,8 @@ class Block(nn.Module):
         kind = x.dtype
         for _ in range(self.passes):
             self.seen = normed = self.norm(x.to(self.norm.weight.dtype))
-            h = (
-                functional.linear(normed, self.up.weight, self.up.bias)
-                if self.functional
-                else self.up(normed)
-            )
+            weights = self.up.weight, self.up.bias
+            h = functional.linear(normed, *weights) if self.functional else self.up(normed)
             if self.heads:
                 rows = h.view(*h.shape[:2], self.heads, -1).transpose(1, 2)
                 h = functional.scaled_dot_product_attention(rows, rows, rows).transpose(1, 2).flatten(2)
@@ -159,7 +149,6 @@ class Model(nn.Module):
 class Program(NamedTuple):
     """A model, its recipe, whether it must not be refused, and what was drawn, in words."""
 
-    seed: int
     model: Model
     recipe: dict[str, str]
     harmless: bool
@@ -188,24 +177,30 @@ def draw(seed: int, ranks: int, tensor: int) -> Program:
         words.append(f"{name}{' with heads' * heads}: {', '.join(inside + acts)}")
         blocks.append(block)
     if draw.random() < 0.15:
-        (change,) = draw.sample(sorted(RECIPES), 1)
-        recipe, harmless = RECIPES[change](recipe), False
+        change, harmless = draw.choice(["one entry less", *sorted(RECIPES), *ADDED]), False
+        if change in RECIPES:
+            recipe = {name: new for name, kind in recipe.items() if (new := RECIPES[change](kind))}
+        elif change in ADDED:
+            recipe[ADDED[change]] = "column"
+        else:
+            recipe.popitem()
         words.append(change)
     if draw.random() < 0.15 and len(blocks) > 1:
         blocks[-1].down.weight = blocks[0].down.weight
         words.append("tied rows")
-    return Program(seed, Model(blocks), recipe, harmless, "; ".join(words))
+    return Program(Model(blocks), recipe, harmless, "; ".join(words))
 
 
-def train(model: nn.Module, wrap: Callable[[Any, Any], Any], note: Callable[[], None]) -> None:
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+def train(model: nn.Module, wrap: Callable[..., Any] = lambda optimizer, named: optimizer) -> Iterator[None]:
+    """Stops after each backward pass."""
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(3)
     for _ in range(2):
         x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator)
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        note()
+        yield
         optimizer.step()
 
 
@@ -220,20 +215,18 @@ def distance(model: nn.Module, whole: nn.Module) -> float:
 
 def check(program: Program) -> list[str]:
     """What is wrong, the same on all parts."""
-    whole, steps, outcome, said = copy.deepcopy(program.model), [0], "right", ""
-
-    def note() -> None:
-        steps[0] += 1
-
+    whole, steps, outcome, said = copy.deepcopy(program.model), 0, "right", ""
     try:
-        train(whole, lambda optimizer, model: optimizer, lambda: None)
-    except (RuntimeError, ValueError, IndexError, TypeError):
+        for _ in train(whole):
+            pass
+    except ERRORS:
         return []  # no program in one process either
     try:
         model = hc.tensor_parallel(program.model, program.recipe)
-        train(model, lambda one, model: hc.DistributedOptimizer(one, model.named_parameters()), note)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        outcome, said = "refused" if steps[0] == 0 else "refused late", f"{type(error).__name__}: {error}"
+        for _ in train(model, hc.DistributedOptimizer):
+            steps += 1
+    except ERRORS as error:
+        outcome, said = "refused late" if steps else "refused", f"{type(error).__name__}: {error}"
     else:
         outcome = "right" if distance(model, whole) < 1e-4 else "wrong"
     outcomes = sorted(set(current().gather_objects(outcome)))
