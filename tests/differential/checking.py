@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from interpreter import Run
 from programs import Program
+from reference import InOneProcess
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -53,14 +54,14 @@ def check(program: Program) -> list[str]:
     rounds = recomputed and (program.sums_in_another_order or program.rounds_in_other_blocks)
     tolerance = 0.0
     if hc.rank() == 0:
-        alone = complete(Run(program, alone=True)).result()
+        alone = complete(InOneProcess(program)).result()
         compare = functools.partial(differences, "one process", (everything, []), (alone, []))
         if not exact(program, run):
             tolerance = tolerance_of(alone, floor=floor_of(program))
             if rounds or compare(tolerance):
                 # An adaptive optimizer multiplies a difference in the last place of a gradient by lr / (sqrt(v) + eps), 5 at most
                 # here and 100 times that of SGD, and the next gradients are those of other weights.
-                others = (complete(Run(program, alone=True, noise=noise)).result() for noise in NOISES)
+                others = (complete(InOneProcess(program, noise)).result() for noise in NOISES)
                 tolerance = tolerance_of(alone, others, floor_of(program))
         failures += compare(tolerance)
     tolerance = hc.broadcast_object(tolerance, 0, name="tolerance")
@@ -89,7 +90,7 @@ def complete(run: Run, stop: int = 0) -> Run:
     """Runs the steps that are left, or those before ``stop``."""
     for number in range(len(run.seen), stop or len(run.program.steps)):
         if run.alone or run.ranks[0] in run.program.present(number):
-            run.step(number)
+            run.step()
     if run.program.join and not run.alone:
         hc.join()
     return run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from loops import (
     NORM,
     VALUE,
-    Batches,
     Loop,
     Net,
     check as check_loop,
     draw_loop,
-    optimizer_of,
-    sampler_of,
+    loader_of,
+    optimizers_of,
+    owned,
     samples_of,
     schedule_of,
 )
@@ -39,13 +39,13 @@ def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as Lightning's users may have it."""
     loop = draw_loop(seed, ranks, budget=False)
     if is_manual(loop) and loop.precision == "fp16":
-        loop = dataclasses.replace(loop, clip="")  # Lightning clips before it unscales
+        loop = replace(loop, clip="")  # Lightning clips before it unscales
     at_epoch_end = loop.schedule == "plateau" or (loop.schedule == "epoch" and is_manual(loop))
     if at_epoch_end and loop.save % loop.steps == 0:
         # Lightning calls no hook of an epoch's end when it resumes behind the last batch.
-        loop = dataclasses.replace(loop, save=0)
+        loop = replace(loop, save=0)
     if loop.sampler == "trainer":
-        loop = dataclasses.replace(loop, shuffle=True)  # as Lightning's own sampler does in training
+        loop = replace(loop, shuffle=True)  # as Lightning's own sampler does in training
     return loop
 
 
@@ -60,7 +60,7 @@ class Module(pl.LightningModule):
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         self.loop, self.net = loop, Net(loop)
-        self.data = samples_of(dataclasses.replace(loop, bad=()))
+        self.data = samples_of(replace(loop, bad=()))
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.steps = False  # whether a step follows this pass
@@ -114,8 +114,8 @@ class Module(pl.LightningModule):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.loop.stage > 1:
             return math.isfinite(hc.clip_grad_norm_(optimizer, math.inf))
-        owned = self.net.owned(self.trainer.optimizers.index(optimizer), self.loop.optimizers)
-        return all(bool(p.grad.isfinite().all()) for p in owned if p.grad is not None)
+        gradients = [parameter.grad for parameter in owned(optimizer) if parameter.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def skip(self) -> None:
         """Skips this step, if its gradients are not finite."""
@@ -145,9 +145,7 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         loop = self.loop
-        optimizers = [
-            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
-        ]
+        optimizers = optimizers_of(loop, self.net)
         if not loop.schedule:
             return optimizers
         interval = "step" if loop.schedule == "step" else "epoch"
@@ -190,12 +188,6 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
         given["gradient_clip_val"] = NORM if loop.clip == "norm" else VALUE
         given["gradient_clip_algorithm"] = loop.clip
     module, data = Module(loop), TensorDataset(*samples_of(loop))
-    if loop.sampler == "trainer":
-        loader = DataLoader(data, loop.batch, shuffle=loop.shuffle)
-    elif loop.sampler == "own":
-        loader = DataLoader(data, loop.batch, sampler=sampler_of(loop, hc.rank()))
-    else:
-        loader = DataLoader(data, batch_sampler=Batches(sampler_of(loop, hc.rank()), loop.batch))
     trainer = pl.Trainer(
         strategy=HorovodStrategy(shard=loop.stage),
         accelerator="cpu",
@@ -211,7 +203,9 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
         **given,
     )
     validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)
-    trainer.fit(module, loader, validation, ckpt_path=path if resume else None, weights_only=False)
+    trainer.fit(
+        module, loader_of(loop, data), validation, ckpt_path=path if resume else None, weights_only=False
+    )
     return module, module.rates
 
 

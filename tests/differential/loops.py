@@ -8,11 +8,10 @@ overrides what its own loop does in another way (:meth:`Reference.divisor`, :met
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from all_ranks import folder_of_all_ranks
 from checking import NOISES, differences, together, tolerance_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import hvd_ckpt as hc
 from hvd_ckpt.utils.own_state import load_own_state, own_state
@@ -109,9 +108,9 @@ def draw_loop(seed: int, ranks: int, **fixed: Any) -> Loop:
         bad=tuple(sorted(dice.sample(range(samples), choose([0, 0, 1, 2])))),
         budget=dice.random() < 0.1,
     )
-    loop = dataclasses.replace(loop, **fixed)
+    loop = replace(loop, **fixed)
     total = loop.epochs * loop.steps
-    return dataclasses.replace(
+    return replace(
         loop,
         stop=fixed.get("stop", dice.randrange(1, total + 1) if dice.random() < 0.2 else 0),
         save=fixed.get("save", dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0),
@@ -130,11 +129,6 @@ def samples_of(loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, inputs.sum(1, keepdim=True), factors
 
 
-def sampler_of(loop: Loop, rank: int, seed: int = 0) -> DistributedSampler[Any]:
-    """The sampler of a rank."""
-    return DistributedSampler(range(loop.samples), loop.ranks, rank, shuffle=loop.shuffle, seed=seed)
-
-
 class Batches:
     """A batch sampler of the user's over a distributed one: it gives the batches of an epoch backwards."""
 
@@ -149,16 +143,22 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(self.sampler)
-        batches = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
-        return reversed(batches)
+        return reversed([order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)])
 
 
-def batches_of(loop: Loop, epoch: int, rank: int, seed: int = 0) -> list[list[int]]:
-    """The samples of each batch of a rank."""
-    sampler = sampler_of(loop, rank, seed)
-    sampler.set_epoch(epoch)
-    batches = list(Batches(sampler, loop.batch))
-    return batches if loop.sampler == "batches" else batches[::-1]
+def batch_sampler(loop: Loop, rank: int, seed: int = 0) -> Batches:
+    """Of the batches of a rank."""
+    samples = range(loop.samples)
+    return Batches(DistributedSampler(samples, loop.ranks, rank, shuffle=loop.shuffle, seed=seed), loop.batch)
+
+
+def loader_of(loop: Loop, data: Any, **options: Any) -> DataLoader[Any]:
+    """The data loader of this rank, whose sampler is that of the user, or for the trainer to replace."""
+    backwards = batch_sampler(loop, hc.rank())
+    if loop.sampler == "batches":
+        return DataLoader(data, batch_sampler=backwards, **options)
+    own = {"sampler": backwards.sampler} if loop.sampler == "own" else {"shuffle": loop.shuffle}
+    return DataLoader(data, loop.batch, **own, **options)
 
 
 # ------------------------------------------------------------------------------------ model
@@ -188,19 +188,17 @@ class Net(nn.Module):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
+        widths = [WIDTH] * (loop.optimizers + 1) + [1]
+        self.parts = nn.ModuleList()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(loop.seed)
-            widths = [WIDTH] * (loop.optimizers + 1) + [1]
-            self.parts = nn.ModuleList()
             for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
                 normed = loop.batch_norm and number == 0
                 # A bias before a batch norm has no gradient but rounding, which Adam would make a step of full size of.
                 layers: list[nn.Module] = [nn.Linear(inputs, outputs, bias=not normed)]
-                if number == 0:
-                    layers += [nn.BatchNorm1d(outputs)] if normed else []
-                    layers += [Running()] if loop.running else []
-                if outputs > 1:
-                    layers.append(nn.Tanh())
+                layers += [nn.BatchNorm1d(outputs)] * normed
+                layers += [Running()] * (loop.running and number == 0)
+                layers += [nn.Tanh()] * (outputs > 1)
                 self.parts.append(nn.Sequential(*layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,20 +209,21 @@ class Net(nn.Module):
     def loss(self, x: Tensor, y: Tensor, factor: Tensor, optimizer: int = 0) -> Tensor:
         """The loss of an optimizer."""
         output = self(x)
-        loss = F.mse_loss(output, y, reduction="none") * factor + 0.1 * optimizer * output
-        return loss.mean()
-
-    def owned(self, optimizer: int, optimizers: int) -> list[nn.Parameter]:
-        """The parameters of an optimizer; the last one has the rest."""
-        parts = self.parts[optimizer : None if optimizer == optimizers - 1 else optimizer + 1]
-        return [parameter for part in parts for parameter in part.parameters()]
+        return (F.mse_loss(output, y, reduction="none") * factor + 0.1 * optimizer * output).mean()
 
 
-def optimizer_of(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the loop."""
+def optimizers_of(loop: Loop, net: Net) -> list[torch.optim.Optimizer]:
+    """The optimizers of the parts; the last one has the last two parts."""
+    parts = [*net.parts[: loop.optimizers - 1], net.parts[loop.optimizers - 1 :]]
     if loop.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, 0.02)
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9 if loop.optimizer == "momentum" else 0.0)
+        return [torch.optim.AdamW(part.parameters(), 0.02) for part in parts]
+    momentum = 0.9 if loop.optimizer == "momentum" else 0.0
+    return [torch.optim.SGD(part.parameters(), 0.1, momentum=momentum) for part in parts]
+
+
+def owned(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def schedule_of(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
@@ -256,9 +255,7 @@ class Reference:
         self.loop, self.net = loop, Net(loop)
         self.data = samples_of(loop)
         self.own = [copy.deepcopy(own_state(self.net)) for _ in range(loop.ranks)]
-        self.optimizers = [
-            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
-        ]
+        self.optimizers = optimizers_of(loop, self.net)
         self.schedules = [schedule_of(loop, optimizer) for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=loop.precision == "fp16")
         self.noise = torch.Generator().manual_seed(noise) if noise else None
@@ -268,9 +265,14 @@ class Reference:
     def run(self) -> Reference:
         """Runs it to its end."""
         loop = self.loop
-        seed = 0 if loop.sampler != "trainer" else self.sampler_seed
+        samplers = [
+            batch_sampler(loop, rank, self.sampler_seed if loop.sampler == "trainer" else 0)
+            for rank in range(loop.ranks)
+        ]
         for epoch in range(loop.epochs):
-            batches = [batches_of(loop, epoch, rank, seed) for rank in range(loop.ranks)]
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            batches = [list(one) if loop.sampler == "batches" else list(one)[::-1] for one in samplers]
             for at in range(0, len(batches[0]), loop.accumulate):
                 for number in range(loop.optimizers):
                     self.step(number, [own[at : at + loop.accumulate] for own in batches])
@@ -314,7 +316,7 @@ class Reference:
 
     def step(self, number: int, batches: list[list[list[int]]]) -> None:
         """A step of an optimizer: ``batches`` of each rank."""
-        optimizer, parameters = self.optimizers[number], self.net.owned(number, self.loop.optimizers)
+        parameters = owned(self.optimizers[number])
         sums: list[list[Tensor]] = []
         for rank, own in enumerate(batches):
             self.net.zero_grad()
@@ -328,8 +330,10 @@ class Reference:
             sums.append([parameter.grad.clone() for parameter in parameters])
         for parameter, *gradients in zip(parameters, *sums):
             parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
-            self.disturb(parameter.grad)
-        self.update(optimizer, parameters)
+            if self.noise is not None:
+                size = parameter.grad.abs().max() * torch.finfo(parameter.dtype).eps
+                parameter.grad += size * (2 * torch.rand(parameter.shape, generator=self.noise) - 1)
+        self.update(self.optimizers[number], parameters)
 
     def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Clips and steps, unless a gradient is not finite."""
@@ -344,12 +348,6 @@ class Reference:
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def disturb(self, gradient: Tensor) -> None:
-        """Adds the noise."""
-        if self.noise is not None:
-            size = gradient.abs().max() * torch.finfo(gradient.dtype).eps
-            gradient += size * (2 * torch.rand(gradient.shape, generator=self.noise) - 1)
-
     def result(self, rank: int) -> dict[str, Tensor]:
         """Weights, and a rank's buffers and other state."""
         load_own_state(self.net, self.own[rank])
@@ -359,26 +357,6 @@ class Reference:
 Run = Callable[..., tuple[Any, list[float]]]
 """Runs a loop, or what is left of it after its checkpoint, which is in a folder; returns the model, with its ``net`` and the
 ``losses`` of this rank's batches, and the learning rates after each step."""
-
-
-def differences_to(
-    reference: type[Reference], loop: Loop, result: dict[str, Tensor], losses: list[float], rates: list[float]
-) -> list[str]:
-    """What this rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop."""
-    rank = hc.rank()
-    alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
-    failures = []
-    if len(losses) != len(alone.losses[rank]):
-        failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
-    if rates != alone.rates:
-        failures.append(f"one process: rates {rates} in place of {alone.rates}")
-
-    def values(run: Reference) -> dict[str, Tensor]:
-        return run.result(rank) | {"losses": torch.tensor(run.losses[rank]).nan_to_num()}
-
-    expected, found = values(alone), result | {"losses": torch.tensor(losses).nan_to_num()}
-    tolerance = tolerance_of(expected, map(values, noisy))
-    return failures + differences("one process", (found, []), (expected, []), tolerance)
 
 
 def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[str]:
@@ -392,9 +370,29 @@ def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[
             resumed, left = run(loop, folder, resume=True)
             if left != rates[loop.save :]:
                 failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
-            ours, whole = (resumed.losses, model.losses[len(model.losses) - len(resumed.losses) :])
-            failures += differences("resumed", (state_of(resumed.net), ours), (state, whole), 0.0)
+            whole = model.losses[len(model.losses) - len(resumed.losses) :]
+            failures += differences("resumed", (state_of(resumed.net), resumed.losses), (state, whole), 0.0)
     return together(failures)
+
+
+def differences_to(
+    reference: type[Reference], loop: Loop, state: dict[str, Tensor], losses: list[float], rates: list[float]
+) -> list[str]:
+    """What this rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop."""
+    rank = hc.rank()
+    alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
+    failures = []
+    if len(losses) != len(alone.losses[rank]):
+        failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
+    if rates != alone.rates:
+        failures.append(f"one process: rates {rates} in place of {alone.rates}")
+
+    def with_losses(state: dict[str, Tensor], losses: list[float]) -> dict[str, Tensor]:
+        return {**state, "losses": torch.tensor(losses).nan_to_num()}
+
+    expected, *others = (with_losses(one.result(rank), one.losses[rank]) for one in (alone, *noisy))
+    found = with_losses(state, losses)
+    return failures + differences("one process", (found, []), (expected, []), tolerance_of(expected, others))
 
 
 def state_of(net: nn.Module) -> dict[str, Tensor]:

@@ -180,6 +180,10 @@ class Program:
     def passes(self) -> list[Pass]:
         return [one for step in self.steps for rank in step.passes for one in rank]
 
+    @property
+    def acts(self) -> list[Act]:
+        return [act for step in self.steps for act in step.acts]
+
     def recomputed_as(self, *kinds: str) -> bool:
         return any(segment.recompute in kinds for segment in self.segments)
 

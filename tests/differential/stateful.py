@@ -35,19 +35,8 @@ def update_average(average: Tensor, value: Tensor) -> None:
     average.mul_(0.9).add_(value, alpha=0.1)
 
 
-class Stateful(nn.Module):
-    """A layer with state that no ``state_dict`` has."""
-
-    def hidden(self) -> tuple[Any, ...]:
-        """A copy of that state."""
-        raise NotImplementedError
-
-    def set_hidden(self, state: tuple[Any, ...]) -> None:
-        raise NotImplementedError
-
-
-class Layer(Stateful):
-    """A linear layer, of whose result and state ``use`` makes what it likes: a buffer, an attribute, and generators."""
+class Layer(nn.Module):
+    """A linear layer, of whose result and state ``use`` makes what it likes: a buffer, and what no ``state_dict`` has."""
 
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -176,3 +165,26 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "max_norm": MaxNorm,
     "attention": Attention,
 }
+
+
+def own_of(model: nn.Module) -> dict[str, Any]:
+    """Copies of what each rank has of its own: buffers, what layers hide, and the states of the generators."""
+    hidden = [module.hidden() for module in model.modules() if isinstance(module, Layer)]
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    return {"buffers": [one.clone() for one in model.buffers()], "hidden": hidden, "random": states}
+
+
+def set_own(model: nn.Module, own: dict[str, Any]) -> None:
+    set_buffers(model, own["buffers"])
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    for layer, hidden in zip(layers, own["hidden"]):
+        layer.set_hidden(hidden)
+    torch.set_rng_state(own["random"][0])
+    random.setstate(own["random"][1])
+    numpy.random.set_state(own["random"][2])
+
+
+def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), values):
+            buffer.copy_(value)

@@ -11,19 +11,17 @@ from typing import Any
 import transformers
 from loops import (
     NORM,
-    Batches,
     Loop,
     Net,
     Reference,
     check as check_loop,
     draw_loop,
-    optimizer_of,
-    sampler_of,
+    loader_of,
+    optimizers_of,
     samples_of,
     schedule_of,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers.trainer_callback import PrinterCallback
 
 import hvd_ckpt as hc
@@ -109,11 +107,8 @@ class Own(Trainer):
         loop = self.loop
         if loop.sampler == "trainer":
             return super().get_train_dataloader()
-        sampler = sampler_of(loop, hc.rank())
-        how: dict[str, Any] = {"sampler": sampler, "batch_size": loop.batch}
-        if loop.sampler == "batches":
-            how = {"batch_sampler": Batches(sampler, loop.batch)}
-        return self.accelerator.prepare(DataLoader(self.train_dataset, collate_fn=self.data_collator, **how))
+        loader = loader_of(loop, self.train_dataset, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.loop.schedule == "step":
@@ -149,7 +144,7 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
         **given,
     )
     model, acts = Model(loop), Acts(loop)
-    optimizer = optimizer_of(loop, list(model.parameters()))
+    (optimizer,) = optimizers_of(loop, model.net)
     by_user = loop.schedule == "step" and loop.seed % 3
     trainer = Own(
         model,

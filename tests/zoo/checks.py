@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from modes import MODES, classify, compare, train
@@ -43,35 +43,37 @@ def draw(seed: int | str, ranks: int, of: Any) -> Architecture:
 
 def check(case: Architecture) -> Iterator[str]:
     """What is not right, after rows of the table."""
-    return told(case.name, case.modes, rows_of(case.name, case.modes))
+    return told(case, rows_of(case))
 
 
-def told(name: str, modes: Sequence[str], rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def told(case: Architecture, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Rows, of which later ones count, and their failures."""
-    for mode in modes:
-        yield Note(json.dumps({"name": name, "mode": mode, "outcome": "error", "detail": "it ended the job"}))
+    for mode in case.modes:
+        yield Note(
+            json.dumps({"name": case.name, "mode": mode, "outcome": "error", "detail": "it ended the job"})
+        )
     for row in rows:
-        yield Note(json.dumps({"name": name, **row}))
+        yield Note(json.dumps({"name": case.name, **row}))
         if row["outcome"] not in (*RIGHT, *LEFT_OUT):
             yield f"{row['mode']}: {row['outcome']}: {row['detail']}"
 
 
-def rows_of(name: str, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Trains one architecture in each mode; what came out. One that plain PyTorch does not repeat is left out."""
+def rows_of(case: Architecture) -> Iterator[dict[str, Any]]:
+    """Trains an architecture in each mode; what came out. One that plain PyTorch does not repeat is left out."""
 
     def left_out(outcome: str, detail: str) -> Iterator[dict[str, Any]]:
-        return ({"mode": mode, "outcome": outcome, "detail": detail} for mode in modes)
+        return ({"mode": mode, "outcome": outcome, "detail": detail} for mode in case.modes)
 
     begin = time.monotonic()
     try:
-        subject = subject_of(name)
+        subject = subject_of(case.name)
         plain = train(subject)
     except Exception as error:
         own = isinstance(error, Untrainable)
         yield from left_out("untrainable", str(error) if own else f"{type(error).__name__}: {error}")
         return
     repeats = False
-    for mode in modes:
+    for mode in case.modes:
         note = ""
         try:
             with quick_planner(smallest=True):

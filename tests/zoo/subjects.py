@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from inputs import samples
 from modes import Subject, loss_of, seed
 from small import RECIPES, model_class, small_config
-from torch import Tensor, nn
+from torch import nn
 
 MOST_PARAMETERS = 32_000_000
 MOST_SECONDS = 12.0  # for guesses of a sample
@@ -34,11 +35,9 @@ def subject_of(name: str) -> Subject:
     until = time.monotonic() + MOST_SECONDS
     for recipe in RECIPES:
         try:
-            subject = _subject(name, config_class, kind, recipe, until)
+            return _subject(name, config_class, kind, recipe, until)
         except Exception as error:
             reasons.append(f"{recipe}: {_shown(error)}")
-        else:
-            return subject
     raise Untrainable("; ".join(dict.fromkeys(reasons)))
 
 
@@ -61,10 +60,9 @@ def _subject(name: str, config_class: Any, kind: Any, recipe: str, until: float)
             break
         try:
             check_trains(model, sample)
+            return Subject(name, make, functools.partial(copy.deepcopy, sample))
         except Exception as error:
             reasons.append(f"{', '.join(sample)}: {_shown(error)}")
-        else:
-            return Subject(name, make, lambda: copy.deepcopy(sample))  # noqa: B023
     raise ValueError(reasons[0] if reasons else "no sample")
 
 
@@ -77,15 +75,12 @@ def check_trains(model: nn.Module, sample: dict[str, Any]) -> None:
     seed(2)
     loss = loss_of(model(**copy.deepcopy(sample)))
     loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if not torch.isfinite(loss) or not all(torch.isfinite(_dense(gradient)).all() for gradient in gradients):
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in found]
+    if not all(torch.isfinite(value).all() for value in (loss, *gradients)):
         raise ValueError("loss or gradients are not finite")
-    if not any(_dense(gradient).any() for gradient in gradients):
+    if not any(gradient.any() for gradient in gradients):
         raise ValueError("all gradients are zero")
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _shown(error: Exception) -> str:
