@@ -17,6 +17,7 @@ from checking import MARGIN, NOISES, complete, differences, distance, floor_of, 
 from hand import (
     FLAGS,
     GROUPS,
+    HOOKS,
     IN_PLACE,
     READS,
     REPLACED,
@@ -134,7 +135,7 @@ def _reasons(program: Program, everyone: list[Outcome], performed: Acts) -> list
         ]
         if not all(one.error is None or one.error[1] for one in everyone):
             failures.append(f"unclear error: step {last}: {error[0][:400]}")
-        elif not causes and not any(may_refuse_hook(program, hook) for hook in program.hooks):
+        elif not causes:
             failures.append(f"error without cause: step {last}: {error[0][:400]}")
     refused = {(key[1], program.steps[key[1]].acts[key[2]]) for one in everyone for key in one.refused}
     silent = [
@@ -194,16 +195,13 @@ def may_refuse(program: Program, number: int, act: Act) -> bool:
         return stage == 3 and not act.within and kind != "evaluate"
     if kind in (*STATE, *STATE_READ):
         return stage > 0 and kind != "state_load" and act.through != "pieces"
+    if kind in HOOKS:
+        if kind == "pre_mul" or (program.ranks == 1 and stage < 2):
+            return False
+        # One that comes before the optimizer's is refused where it would find the last part of a gradient alone.
+        several = stage > 1 and any(len(own) > 1 for one in program.steps for own in one.passes)
+        return place == "wrapped" or several or not steady(program)
     return kind in FLAGS and len(act.ranks) < program.ranks
-
-
-def may_refuse_hook(program: Program, hook: tuple[str, int, bool]) -> bool:
-    kind, _, before = hook
-    if kind == "pre_mul" or (program.ranks == 1 and program.stage < 2):
-        return False
-    # One that comes before the optimizer's is refused where it would find the last part of a gradient alone.
-    several = program.stage > 1 and any(len(own) > 1 for step in program.steps for own in step.passes)
-    return not before or several or not steady(program)
 
 
 def must_refuse(program: Program, number: int, act: Act) -> bool:
@@ -216,7 +214,7 @@ def must_refuse(program: Program, number: int, act: Act) -> bool:
             False  # no version tells of the first; the others drop gradients, or may find nothing to write to
         )
     changes = [one for one in step.acts if one.place == "backward" and one.kind in (*REPLACED, *IN_PLACE)]
-    if len(changes) > 1 or act.targets or program.hooks:
+    if len(changes) > 1 or act.targets or any(one.kind in HOOKS for one in program.acts):
         return False  # the gradient may have been replaced, or be none
     events = [event[0] for step in program.steps for event in step.events]
     return "freeze" not in events and not any(one.kind in FLAGS for one in program.acts)

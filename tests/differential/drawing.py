@@ -6,23 +6,14 @@ What cannot be computed by one process to compare with, or is refused by design,
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from programs import (
-    CARRIERS,
-    ELEMENTWISE,
-    IN_PARTS,
-    KINDS,
-    RECOMPUTE,
-    REENTRANT,
-    STATEFUL,
-    Block,
-    Pass,
-    Program,
-    Segment,
-    Step,
-)
+from layers import IN_PARTS, KINDS, STATEFUL
+from models import CARRIERS, WAYS
+from optimizers import OPTIMIZERS
+from programs import REENTRANT, Block, Pass, Program, Segment, Step
 
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
@@ -35,8 +26,8 @@ class Draw:
 
     # Of the models.
     counts, own_counts = (1, 2, 3, 4, 5), (1, 1, 2, 3)  # of segments, and of blocks in one
-    kinds: tuple[str, ...] = KINDS
-    ways: tuple[str, ...] = RECOMPUTE
+    kinds: Sequence[str] = tuple(KINDS)
+    ways: Sequence[str] = tuple(WAYS)
     half_dtypes: tuple[str, ...] = ("bfloat16", "float16")
     again, double = 0.2, 0.1  # how often blocks are used again, and of float64
 
@@ -58,7 +49,7 @@ class Draw:
         elif self.stage == 0 and self.tensor == 1 and self.chance(0.06):
             self.optimizer = "lbfgs"  # its line search sees one part
         else:
-            self.optimizer = self.choose(ELEMENTWISE)
+            self.optimizer = self.choose(list(OPTIMIZERS)[:-1])
         self.lbfgs = self.optimizer == "lbfgs"
         self.half = not self.lbfgs and self.chance(0.2)
         self.scaler = not self.lbfgs and self.embedding != "sparse" and self.chance(0.15)
@@ -81,7 +72,7 @@ class Draw:
         blocks: list[Block] = []
         linears: list[Block] = []  # that may be used again
         for _ in range(self.choose(self.counts)):
-            carrier = self.choose(CARRIERS) if self.chance(self.carried) else "tensor"
+            carrier = self.choose(list(CARRIERS)[:-1]) if self.chance(self.carried) else "tensor"
             first = len(blocks)
             for _ in range(self.choose(self.own_counts)):
                 blocks.append(self.draw_block(linears, carrier, len(blocks)))
@@ -106,9 +97,9 @@ class Draw:
             # A plan has one policy for a block.
             kind = self.choose(["again", "tied"] if carrier == "tensor" else ["tied"])
             return replace(self.choose(linears), kind=kind)
-        kind = self.choose(STATEFUL if self.stateful and self.chance(0.5) else self.kinds)
+        kind = self.choose(tuple(STATEFUL) if self.stateful and self.chance(0.5) else self.kinds)
         if self.tensor > 1 and self.chance(0.5):
-            kind = self.choose(IN_PARTS)
+            kind = self.choose(list(IN_PARTS))
         # A weight that a forward pass writes is an error at stage 3; PyTorch's LBFGS takes contiguous gradients only.
         if (kind == "max_norm" and self.stage == 3) or (kind == "conv" and self.lbfgs):
             kind = "linear"

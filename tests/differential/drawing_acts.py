@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from drawing import Draw
-from hand import ACTS, FLAGS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ
-from programs import ELEMENTWISE, REENTRANT, Act, Program, Step
+from hand import ACTS, FLAGS, HOOKS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ
+from optimizers import OPTIMIZERS
+from programs import REENTRANT, Act, Program, Step
 
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
@@ -24,7 +25,7 @@ class DrawActs(Draw):
 
     def draw_features(self) -> None:
         self.stage = self.choose([0, 0, 0, 1, 1, 2, 3, 3])
-        self.optimizer = self.choose(ELEMENTWISE)
+        self.optimizer = self.choose(list(OPTIMIZERS)[:-1])
         self.families = [self.choose(list(ACTS)) for _ in range(self.choose([1, 1, 2, 3]))]
         flags = "flags" in self.families
         self.embedding = (
@@ -119,10 +120,17 @@ class DrawActs(Draw):
     def program(self) -> Program:
         program = super().program()
         once = all(block.kind not in ("again", "tied") for block in self.blocks)
-        once &= not program.recomputed_as("function", *REENTRANT)
-        kinds = ["pre_mul", "post_mul", "post_replace", "post_read"]
-        hooks = [
-            (self.choose(kinds), self.dice.randrange(1000), self.chance(0.5))
-            for _ in range(self.choose([1, 2]) if once and self.chance(0.15) else 0)
-        ]
-        return replace(program, hooks=tuple(hooks), resume=0, default_dtype="float32")
+        if once and not program.recomputed_as("function", *REENTRANT) and self.chance(0.15):
+            everyone = tuple(range(self.ranks))
+            hooks = [
+                Act(
+                    self.choose(list(HOOKS)),
+                    self.choose(["unwrapped", "wrapped"]),
+                    everyone,
+                    (self.dice.randrange(1000),),
+                )
+                for _ in range(self.choose([1, 2]))
+            ]
+            first, *others = program.steps
+            program = replace(program, steps=(replace(first, acts=(*hooks, *first.acts)), *others))
+        return replace(program, resume=0, default_dtype="float32")

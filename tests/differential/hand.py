@@ -17,8 +17,8 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from layers import VOCABULARY, WIDTH
 from programs import Act
-from stateful import VOCABULARY, WIDTH
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.gradients import has_values
@@ -84,6 +84,10 @@ class On:
     def replace(self, gradient: Tensor | None) -> None:
         self.parameter.grad = gradient
 
+    def add_hook(self, hook: Callable[[Tensor], Any]) -> None:
+        if self.parameter.requires_grad:
+            self.parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else hook(p))
+
     def random(self, like: Tensor) -> Tensor:
         values = torch.randn(like.shape, generator=self.generator, dtype=torch.float32)
         return torch.empty_like(like).copy_(values) if like.device.type == "cpu" else values.to(like)
@@ -110,6 +114,18 @@ def _combine(on: On) -> None:
     found = [task / (1e-3 + task.norm()) for task in tasks if task is not None]
     if found:
         on.replace(sum(found[1:], found[0]))
+
+
+def _read_in_hook(on: On) -> None:
+    hand = weakref.proxy(on.run.hand)  # a cycle through the hooks of a parameter is never collected
+    number = on.at
+
+    def read(parameter: Tensor) -> None:
+        key = (hand.run.rank, len(hand.run.seen), -1, number)
+        before = hand.reads.get(key, torch.zeros((), dtype=torch.float64))
+        hand.reads[key] = before + parameter.grad.double().norm()
+
+    on.add_hook(read)
 
 
 def _model_zeros(on: On) -> None:
@@ -290,6 +306,16 @@ GROUPS: Table = {
     ],
     "momentum": lambda on: [group.update(momentum=0.5) for group in on.groups if group.get("momentum")],
 }
+HOOKS: Table = {
+    "pre_mul": lambda on: (
+        on.parameter.requires_grad and on.parameter.register_hook(lambda value: value * 0.6)
+    ),
+    "post_mul": lambda on: on.add_hook(lambda parameter: parameter.grad.mul_(0.6)),
+    "post_replace": lambda on: on.add_hook(
+        lambda parameter: setattr(parameter, "grad", parameter.grad * 0.6)
+    ),
+    "post_read": _read_in_hook,
+}
 FLAGS: Table = {
     "freeze": lambda on: on.parameter.requires_grad_(False),
     "unfreeze": lambda on: on.parameter.requires_grad_(),
@@ -303,7 +329,9 @@ ACTS: dict[str, Table] = {
     "groups": GROUPS,
     "flags": FLAGS,
 }
-OPERATIONS = {kind: operation for table in (*ACTS.values(), UNDRAWN) for kind, operation in table.items()}
+OPERATIONS = {
+    kind: operation for table in (*ACTS.values(), HOOKS, UNDRAWN) for kind, operation in table.items()
+}
 READING = {*READS, *WEIGHTS_READ, *STATE_READ, "average"}
 OF_ALL = {  # of an act's parameters at once
     "total_norm", "foreach_mul_", "clip_norm", "clip_value", "model_zeros", "model_none", "optimizer_zeros", "swapped", "vector",
@@ -334,7 +362,7 @@ class Hand:
     """
 
     def __init__(self, run: Any, left_out: Container[Key]) -> None:
-        self._run, self._left_out = run, left_out
+        self.run, self._left_out = run, left_out
         self.done: list[tuple[int, Act]] = []
         self.reads: dict[Key, Tensor] = {}
         self.refused: dict[Key, Exception] = {}
@@ -342,7 +370,7 @@ class Hand:
 
     def act(self, number: int, place: str, part: int = 0) -> None:
         """Performs the acts of a step at a place."""
-        run = self._run
+        run = self.run
         for position, act in enumerate(run.program.steps[number].acts):
             if (act.place, act.part) != (place, part):
                 continue
@@ -362,7 +390,7 @@ class Hand:
         targets = self._targets(act)
         for at in range(1 if act.kind in OF_ALL else len(targets)):
             seed = 10_000 * (0 if common(act) else ranks[0]) + 1000 * number + 100 * position + at
-            on = On(self._run, act, targets, self._kept, at, torch.Generator().manual_seed(seed))
+            on = On(self.run, act, targets, self._kept, at, torch.Generator().manual_seed(seed))
             keys = [(rank, number, position, at) for rank in ranks]
             if (act.kind in OF_GRADIENT and on.gradient is None) or keys[0] in self._left_out:
                 continue
@@ -370,7 +398,7 @@ class Hand:
                 with torch.no_grad() if act.kind in ACTS["weights"] else contextlib.nullcontext():
                     value = OPERATIONS[act.kind](on)
             except Exception as error:
-                if self._run.alone:
+                if self.run.alone:
                     raise
                 self.refused[keys[0]] = error
                 continue
@@ -378,40 +406,13 @@ class Hand:
                 self.reads |= dict.fromkeys(keys, torch.as_tensor(value, dtype=torch.float64).reshape(()))
 
     def _targets(self, act: Act) -> list[Tensor]:
-        optimizer = self._run.optimizers[0]
-        if act.through == "pieces" and not self._run.alone:
+        if act.kind in HOOKS:
+            return [self.run.parameters[target % len(self.run.parameters)] for target in act.targets]
+        optimizer = self.run.optimizers[0]
+        if act.through == "pieces" and not self.run.alone:
             return [piece.parameter for piece in optimizer.pieces]
         # State of another one would break state_dict(), and its gradient is each rank's own after synchronize().
         own = act.through != "module" or act.kind.startswith("state") or act.place == "synchronized"
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        those = owned if own else self._run.parameters
+        those = owned if own else self.run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
-
-    def add_hooks(self, before: bool) -> None:
-        """Registers the program's hooks that come before the optimizer, or after it."""
-        parameters = self._run.parameters
-        for number, (kind, target, early) in enumerate(self._run.program.hooks):
-            parameter = parameters[target % len(parameters)]
-            if early != before or not parameter.requires_grad:
-                continue
-            if kind == "pre_mul":
-                parameter.register_hook(lambda gradient: gradient * 0.6)
-            else:
-                parameter.register_post_accumulate_grad_hook(self._hook(kind, number))
-
-    def _hook(self, kind: str, number: int) -> Callable[[Tensor], None]:
-        hand = weakref.proxy(self)  # a cycle through the hooks of a parameter is never collected
-
-        def hook(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return
-            if kind == "post_mul":
-                parameter.grad.mul_(0.6)
-            elif kind == "post_replace":
-                parameter.grad = parameter.grad * 0.6
-            else:
-                key = (hand._run.rank, len(hand._run.seen), -1, number)
-                read = hand.reads.get(key, torch.zeros((), dtype=torch.float64))
-                hand.reads[key] = read + parameter.grad.double().norm()
-
-        return hook

@@ -14,10 +14,10 @@ from typing import Any
 import numpy
 import torch
 from hand import Hand
+from layers import VOCABULARY, WIDTH, own_of, set_buffers, set_own
 from models import Caught, build
 from optimizers import distributed, make_optimizer
 from programs import Pass, Program
-from stateful import VOCABULARY, WIDTH, own_of, set_buffers, set_own
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -72,10 +72,10 @@ class Run:
         scaler = torch.amp.GradScaler if self.alone else hc.GradScaler
         self._scaler = scaler("cpu", init_scale=64.0, growth_interval=2) if program.scaler else None
         self.hand = Hand(self, refused)
-        self.hand.add_hooks(before=True)
+        self.hand.act(0, "unwrapped")
         with self._default_dtype():
             self.optimizers = self._optimizers()
-        self.hand.add_hooks(before=False)
+        self.hand.act(0, "wrapped")
         self._saved = self.state()
 
     @contextlib.contextmanager

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hand import ACTS, FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ
+from hand import (
+    ACTS,
+    FLAGS,
+    GROUPS,
+    HOOKS,
+    IN_PLACE,
+    READS,
+    REPLACED,
+    STATE,
+    STATE_READ,
+    WEIGHTS,
+    WEIGHTS_READ,
+)
 from named import TWICE, WHOLE, Named
 from programs import Act, Program
 
@@ -21,7 +33,6 @@ UNREDUCED = (*REDUCED, "optimizer_zeros")
 AFTER_A_STEP = (*WEIGHTS, *WEIGHTS_READ, *STATE, *STATE_READ, *GROUPS, *FLAGS, "kept")
 OF_PIECES = ("state_zero_", "state_foreach_zero_", "state_pop", "state_empty", "state_clear", "state_new")
 DRIFTING = ("weight_mul_", "weight_data_mul_", "weight_data_set", "weight_init", "load_model")
-HOOKS = ("pre_mul", "post_mul", "post_replace", "post_read")
 
 
 class Case(NamedTuple):
@@ -74,33 +85,30 @@ def cases() -> Iterator[Case]:
     # What shows is the last part alone.
     yield from (Case(kind, "backward", 0, special=TWICE) for kind in ("clip_norm", "dropped"))
     yield from (
-        Case(kind, place, stage, usual=passes, special=passes)
-        for place, passes in product(("before", "after"), (WHOLE, TWICE))
+        Case(kind, place, stage, usual=passes, special=passes, number=0)
+        for place, passes in product(("unwrapped", "wrapped"), (WHOLE, TWICE))
         for kind, stage in each(HOOKS, 0, 2)
     )
 
 
 def program(case: Case, ranks: int) -> Program:
     """The program of a case."""
-    more: dict[str, Any] = {"optimizer": "adamw"}
-    acts: tuple[Act, ...] = ()
-    if case.kind in HOOKS:
-        more["hooks"] = ((case.kind, 2, case.place == "before"),)
-    else:
-        act = Act(
-            case.kind,
-            case.place,
-            (ranks - 1,) if case.one else tuple(range(ranks)),
-            within=case.kind in ACTS["weights"] and case.kind != "evaluate" and case.stage == 3,
-            through="pieces" if case.pieces else "groups" if case.stage in (1, 3) else "module",
-            pause=0.01 if case.place == "backward" else 0.0,
-        )
-        acts = (act,)
+    act = Act(
+        case.kind,
+        case.place,
+        (ranks - 1,) if case.one else tuple(range(ranks)),
+        targets=(2,) if case.kind in HOOKS else (),
+        within=case.kind in ACTS["weights"] and case.kind != "evaluate" and case.stage == 3,
+        through="pieces" if case.pieces else "groups" if case.stage in (1, 3) else "module",
+        pause=0.01 if case.place == "backward" else 0.0,
+    )
     plain = {"how": "synchronize" if case.place == "synchronized" else "step"}
     steps = [
-        (case.special, {**plain, "acts": acts}) if number == case.number or case.kind == "kept" else (case.usual, plain)
+        (case.special, {**plain, "acts": (act,)}) if number == case.number or case.kind == "kept" else (case.usual, plain)
         for number in range(8 if case.kind in DRIFTING and case.one else 4)
     ]  # fmt: skip
     options = {"offload": "optimizer"} if case.offload else {}
-    named = Named(steps, "linear deep linear+frozen unused", resume=0, options=options, more=more)
+    named = Named(
+        steps, "linear deep linear+frozen unused", resume=0, options=options, more={"optimizer": "adamw"}
+    )
     return named.program(ranks, case.stage)

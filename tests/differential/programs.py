@@ -9,19 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REENTRANT = ("hc_reentrant", "torch_reentrant", "sequential_reentrant", "module_reentrant")
-RECOMPUTE = (
-    *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment", "planned"),
-    *REENTRANT,
-)
-KINDS = ("linear", "deep", "norm", "batchnorm", "dropout", "conv", "scale", "branch", "unused", "frozen")
-STATEFUL = (  # :mod:`stateful`
-    *("moving", "replaced", "attribute", "swapped", "running", "spectral", "weight_norm", "max_norm"),
-    *("generator", "python", "numpy", "custom_random", "custom_mutating", "inplace", "inner", "attention"),
-)
-IN_PARTS = ("perceptron", "heads", "gathered")  # that tensor parallelism splits
-CARRIERS = ("dict", "list", "dataclass")
-PLACES = ("cleared", "pass", "backward", "synchronized", "step")
-ELEMENTWISE = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 
 
 @dataclass(frozen=True)
@@ -29,8 +16,8 @@ class Block:
     """One module of the model.
 
     Attributes:
-        kind: of :data:`KINDS`, :data:`STATEFUL` or, in a job with parts, :data:`IN_PARTS`, or ``"again"`` (the block number ``of``
-            itself) or ``"tied"`` (a layer with its weight).
+        kind: of :data:`layers.LAYERS` (of ``IN_PARTS`` in a job with parts), or ``"again"`` (the block number ``of`` itself) or
+            ``"tied"`` (a layer with its weight).
         dtype: of its parameters.
     """
 
@@ -41,10 +28,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks that follow each other, and how they are recomputed.
+    """Blocks that follow each other, and how they are recomputed: one of :data:`models.WAYS`.
 
     Attributes:
-        carrier: of :data:`CARRIERS`, in which blocks hand activations on, and which they change; or ``"tensor"``.
+        carrier: of :data:`models.CARRIERS`, in which blocks hand activations on, and which they change.
     """
 
     blocks: tuple[Block, ...]
@@ -79,8 +66,9 @@ class Act:
 
     Attributes:
         kind: of :data:`hand.ACTS`.
-        place: of :data:`PLACES`: after gradients were cleared; after backward pass ``part``; after all of them; between
-            ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; after ``step()``.
+        place: ``"cleared"``, after gradients were; ``"pass"``, after backward pass ``part``; ``"backward"``, after all of them;
+            ``"synchronized"``, between ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; ``"step"``, after it.
+            Of hooks, which are acts of the first step: ``"unwrapped"``, before there is an optimizer; ``"wrapped"``.
         ranks: that do it.
         targets: numbers of parameters, modulo how many there are; empty: all of them.
         through: where they are taken from: ``"module"``, ``"groups"``, those of the optimizer, or ``"pieces"``, all of its own.
@@ -143,7 +131,7 @@ class Program:
 
     Attributes:
         embedding: ``""``, ``"dense"`` or ``"sparse"``: what comes before the segments.
-        optimizer: of :data:`ELEMENTWISE`, or ``"lbfgs"``.
+        optimizer: of :data:`optimizers.OPTIMIZERS`.
         owners: of each segment, which optimizer has it; -1: the first one, from an event ``("group",)`` on.
         options: of ``DistributedOptimizer``.
         resume: after so many steps the second run stops and is resumed.
@@ -151,8 +139,6 @@ class Program:
         math_kernel: attention may use this kernel alone, in forward passes.
         tensor: parts of a layer, which also split the embedding; ranks are replicas then.
         join: how many steps each rank takes before it calls ``join()``; empty: all, and no ``join()``.
-        hooks: of users, on parameters: ``("pre_mul" | "post_mul" | "post_replace" | "post_read", number of the parameter, whether
-            it is there before the optimizer)``.
     """
 
     seed: int
@@ -170,7 +156,6 @@ class Program:
     math_kernel: bool = False
     join: tuple[int, ...] = ()
     tensor: int = 1
-    hooks: tuple[tuple[str, int, bool], ...] = ()
 
     @property
     def blocks(self) -> list[Block]:
