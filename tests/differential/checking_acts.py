@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from checking import MARGIN, NOISES, complete, differences, distance, floor_of, gather, together, tolerance_of
-from hand import (
-    FLAGS,
-    GROUPS,
-    HOOKS,
-    IN_PLACE,
-    READS,
-    REPLACED,
-    STATE,
-    STATE_READ,
-    WEIGHTS,
-    WEIGHTS_READ,
-    Key,
-    common,
+from checking import (
+    MARGIN,
+    NOISES,
+    complete,
+    differences,
+    distance,
+    floor_of,
+    gather,
+    together,
+    tolerance_of,
+    weights_of,
 )
+from hand import ACTS, FLAGS, GROUPS, HOOKS, IN_PLACE, OF_GRADIENTS, READS, REPLACED, WEIGHTS, Key, common
 from interpreter import Run
 from programs import Act, Program
 from reference import InOneProcess
@@ -36,7 +34,6 @@ from torch import Tensor
 import hvd_ckpt as hc
 
 OURS = str(Path(hc.__file__).parent)
-IN_STEP = (*READS, *IN_PLACE, *REPLACED)
 Acts = list[tuple[int, Act]]
 """Acts with their steps."""
 
@@ -107,12 +104,10 @@ def _agreement(program: Program, everyone: list[Outcome]) -> list[str]:
         ranks = {rank for rank, one in enumerate(everyone) if (rank, step, position, at) in one.refused}
         before = [one for earlier in program.steps[: step + 1] for one in earlier.acts]
         alike = all(len(one.ranks) == program.ranks for one in before if one != act)
-        if alike and ranks != set(act.ranks) and act.kind not in STATE_READ:
+        if alike and ranks != set(act.ranks) and act.kind not in ("state_norm", "state_keys"):
             failures.append(f"refused on some ranks: {step} {act} parameter {at} on {sorted(ranks)} only")
     if not any(drifts(program, act) for act in program.acts):
-        weights = [
-            {name: value for name, value in one.values.items() if not name[0].isdigit()} for one in everyone
-        ]
+        weights = [weights_of(one.values) for one in everyone]
         if any(not torch.equal(own[name], value) for own in weights for name, value in weights[0].items()):
             failures.append("ranks end with different weights")
     return failures[:3]
@@ -131,7 +126,7 @@ def _reasons(program: Program, everyone: list[Outcome], performed: Acts) -> list
         causes = [
             act
             for number, act in performed
-            if may_refuse(program, number, act) and (number == last or act.kind not in IN_STEP)
+            if may_refuse(program, number, act) and (number == last or act.kind not in OF_GRADIENTS)
         ]
         if not all(one.error is None or one.error[1] for one in everyone):
             failures.append(f"unclear error: step {last}: {error[0][:400]}")
@@ -191,9 +186,9 @@ def may_refuse(program: Program, number: int, act: Act) -> bool:
         if kind in ("dropped", "model_none") and place == "backward" and len(act.ranks) == program.ranks:
             return False
         return flying or (stage > 1 and place == "synchronized")
-    if kind in (*WEIGHTS, *WEIGHTS_READ):
+    if kind in ACTS["weights"]:
         return stage == 3 and not act.within and kind != "evaluate"
-    if kind in (*STATE, *STATE_READ):
+    if kind in ACTS["state"]:
         return stage > 0 and kind != "state_load" and act.through != "pieces"
     if kind in HOOKS:
         if kind == "pre_mul" or (program.ranks == 1 and stage < 2):
@@ -274,5 +269,5 @@ def _differ(program: Program, everyone: list[Outcome], alone: Run, noisy: Sequen
     if everyone[0].error is None:
         tolerance = tolerance_of(result, [other.result() for other in noisy], floor)
         everything = {name: value for one in everyone for name, value in one.values.items()}
-        failures += differences("one process", (everything, []), (result, []), tolerance)
+        failures += differences("one process", everything, result, tolerance)
     return failures[:3]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from drawing import Draw
-from hand import ACTS, FLAGS, HOOKS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ
+from hand import ACTS, FLAGS, HOOKS, OF_GRADIENTS, READS, WEIGHTS, WEIGHTS_READ
 from optimizers import OPTIMIZERS
 from programs import REENTRANT, Act, Program, Step
 
@@ -90,7 +90,7 @@ class DrawActs(Draw):
             place = "step"  # clears what the step would use
         if kind == "kept":  # of a gradient that a later step does not change
             place, kind = "step", kind if self.clear in ("none", "plain", "model") else "norm"
-        own = (*READS, *WEIGHTS_READ) if place == "synchronized" else (*READS, *IN_PLACE, *REPLACED, *FLAGS)
+        own = (*READS, *WEIGHTS_READ) if place == "synchronized" else (*OF_GRADIENTS, *FLAGS)
         alone = kind in own and kind not in ("evaluate", "optimizer_zeros") and self.chance(0.6)
         if alone and not self.everywhere:
             ranks = (self.dice.randrange(self.ranks),)

@@ -337,14 +337,20 @@ OF_ALL = {  # of an act's parameters at once
     "total_norm", "foreach_mul_", "clip_norm", "clip_value", "model_zeros", "model_none", "optimizer_zeros", "swapped", "vector",
     "state_dict", "evaluate", "load_model", "weight_foreach", "state_clear", "state_load", *UNDRAWN, *GROUPS,
 }  # fmt: skip
-OF_GRADIENT = (
-    {*READS, *IN_PLACE, *REPLACED} - OF_ALL - {"is_none", "random", "dropped", "collect", "combine", "kept"}
-)
+OF_GRADIENTS = (*READS, *IN_PLACE, *REPLACED)
+WITHOUT_ONE = {
+    "is_none",
+    "random",
+    "dropped",
+    "collect",
+    "combine",
+    "kept",
+}  # done also where there is no gradient
 
 
 def common(act: Act) -> bool:
     """Whether an act is on what all ranks have in common: weights, state, reduced gradients. One process then performs it once."""
-    of_ranks = act.kind in (*READS, *IN_PLACE, *REPLACED, *FLAGS) and act.kind != "optimizer_zeros"
+    of_ranks = act.kind in (*OF_GRADIENTS, *FLAGS) and act.kind != "optimizer_zeros"
     return not of_ranks or act.place == "synchronized"
 
 
@@ -392,7 +398,8 @@ class Hand:
             seed = 10_000 * (0 if common(act) else ranks[0]) + 1000 * number + 100 * position + at
             on = On(self.run, act, targets, self._kept, at, torch.Generator().manual_seed(seed))
             keys = [(rank, number, position, at) for rank in ranks]
-            if (act.kind in OF_GRADIENT and on.gradient is None) or keys[0] in self._left_out:
+            needed = act.kind in OF_GRADIENTS and act.kind not in (*OF_ALL, *WITHOUT_ONE)
+            if (needed and on.gradient is None) or keys[0] in self._left_out:
                 continue
             try:
                 with torch.no_grad() if act.kind in ACTS["weights"] else contextlib.nullcontext():

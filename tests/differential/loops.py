@@ -371,7 +371,7 @@ def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[
             if left != rates[loop.save :]:
                 failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
             whole = model.losses[len(model.losses) - len(resumed.losses) :]
-            failures += differences("resumed", (state_of(resumed.net), resumed.losses), (state, whole), 0.0)
+            failures += differences("resumed", state_of(resumed.net), state, losses=(resumed.losses, whole))
     return together(failures)
 
 
@@ -392,7 +392,7 @@ def differences_to(
 
     expected, *others = (with_losses(one.result(rank), one.losses[rank]) for one in (alone, *noisy))
     found = with_losses(state, losses)
-    return failures + differences("one process", (found, []), (expected, []), tolerance_of(expected, others))
+    return failures + differences("one process", found, expected, tolerance_of(expected, others))
 
 
 def state_of(net: nn.Module) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ class Net(nn.Module):
 
     def set_trap(self, trap: tuple[str, int] | None) -> None:
         self.trap = trap
-        for number, part in enumerate(self.parts):
+        for part in self.parts:
             part.trapped = False
         if trap is not None and trap[0] == "forward":
             self.parts[trap[1]].trapped = True

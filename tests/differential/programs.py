@@ -176,46 +176,25 @@ class Program:
         """The ranks that take this step."""
         return [rank for rank in range(self.ranks) if not self.join or number < self.join[rank]]
 
-    @property
-    def dtypes(self) -> set[str]:
-        return {block.dtype for block in self.blocks}
+    # ---------------------------------------------------------------------------------- how it rounds
 
     @property
-    def sums_in_another_order(self) -> bool:
+    def reorders(self) -> bool:
         """Whether recomputation adds up the parts of a gradient in another order: region by region."""
         again = any(block.kind in ("again", "tied") for block in self.blocks)
         again |= any(segment.carrier != "tensor" for segment in self.segments)  # blocks share an activation
-        again |= any(len(set(one.path)) < len(one.path) or one.kind == "two_forwards" for one in self.passes)
         # Which gradients leave between the two backward passes through one graph depends on its regions.
-        again |= any(one.kind == "twice" for one in self.passes)
+        again |= any(one.kind in ("twice", "two_forwards") for one in self.passes)
+        again |= any(len(set(one.path)) < len(one.path) for one in self.passes)
         return again and self.recomputed_as("function", *REENTRANT)
 
     @property
-    def rounds_in_other_blocks(self) -> bool:
-        """Whether recomputation changes which elements share a scale of int8, or a partial sum of the norm that clips: units of
-        stage 3 follow what is recomputed."""
-        clips = any(step.how == "clip" for step in self.steps)
-        return self.stage == 3 and (clips or "int8" in str(self.options.get("wire")))
-
-    @property
-    def stops_in_another_place(self) -> bool:
-        """Whether an error in the backward pass comes when a parameter has a part of its gradient, and has none otherwise."""
-        return self.sums_in_another_order and any(
-            one.trap is not None and one.trap[0] == "backward" for one in self.passes
-        )
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether a sharded optimizer updates float32 copies of half-precision weights; one process has none."""
-        return self.stage > 0 and bool(self.dtypes & {"float16", "bfloat16"})
+    def clips(self) -> bool:
+        return any(step.how == "clip" for step in self.steps)
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients or weights are rounded on their way."""
-        return "compression" in self.options or "wire" in self.options
-
-    @property
-    def rounds_what_is_written(self) -> bool:
-        """Whether a resume rounds what a forward pass has written: weights then travel to the ranks in another format once more."""
-        writes = any(block.kind == "max_norm" for block in self.blocks)
-        return writes and self.stage > 0 and "wire" in self.options
+        """Whether gradients or weights are rounded on their way, or a sharded optimizer updates float32 copies of half-precision
+        weights, which one process does not have."""
+        copies = self.stage > 0 and any(block.dtype in ("float16", "bfloat16") for block in self.blocks)
+        return copies or "compression" in self.options or "wire" in self.options
