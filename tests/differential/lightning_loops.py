@@ -10,21 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import loops
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from loops import (
-    NORM,
-    VALUE,
-    Loop,
-    Net,
-    check as check_loop,
-    draw_loop,
-    loader_of,
-    optimizers_of,
-    owned,
-    samples_of,
-    schedule_of,
-)
+from loops import LIMITS, Loop, Net, draw_loop, loader_of, optimizers_of, owned, samples_of, schedule_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,12 +69,10 @@ class Module(pl.LightningModule):
             loss = self.net.loss(*batch)
             self.losses.append(loss.item())
             return loss
-        optimizers = self.optimizers()
-        for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
+        for number, optimizer in enumerate(listed(self.optimizers())):
             self.manual_step(number, optimizer, batch, batch_idx)
-        if self.loop.schedule == "step" and self.steps:
-            for schedule in self.schedules:
-                schedule.step()
+        if self.steps:
+            self.advance("step")
         return None
 
     def manual_step(self, number: int, optimizer: Any, batch: Any, batch_idx: int) -> None:
@@ -99,15 +86,14 @@ class Module(pl.LightningModule):
         self.manual_backward(loss / loop.accumulate)
         if self.steps and (not self.skips or self.is_finite(optimizer)):
             if loop.clip:
-                self.clip_gradients(optimizer, NORM if loop.clip == "norm" else VALUE, loop.clip)
+                self.clip_gradients(optimizer, LIMITS[loop.clip], loop.clip)
             optimizer.step()
         if loop.toggles:
             self.untoggle_optimizer(optimizer)
 
-    @property
-    def schedules(self) -> list[Any]:
-        found = self.lr_schedulers()
-        return found if isinstance(found, list) else [found]
+    def advance(self, schedule: str, *metric: Any) -> None:
+        for one in listed(self.lr_schedulers()) if self.loop.schedule == schedule else ():
+            one.step(*metric)
 
     def is_finite(self, optimizer: Any) -> bool:
         """Whether all gradients of an optimizer are."""
@@ -138,22 +124,22 @@ class Module(pl.LightningModule):
         self.log("val", self.net.loss(*self.data), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        if self.automatic_optimization:
-            return
-        for schedule in self.schedules if self.loop.schedule in ("epoch", "plateau") else ():
-            schedule.step(*[self.trainer.callback_metrics["val"]] * (self.loop.schedule == "plateau"))
+        if not self.automatic_optimization:
+            self.advance("epoch")
+            self.advance("plateau", self.trainer.callback_metrics["val"])
 
     def configure_optimizers(self) -> Any:
         loop = self.loop
         optimizers = optimizers_of(loop, self.net)
         if not loop.schedule:
             return optimizers
-        interval = "step" if loop.schedule == "step" else "epoch"
-        schedules = [
-            {"scheduler": schedule_of(loop, optimizer), "interval": interval, "monitor": "val"}
-            for optimizer in optimizers
-        ]
-        return optimizers, schedules
+        how = {"interval": "step" if loop.schedule == "step" else "epoch", "monitor": "val"}
+        return optimizers, [{"scheduler": schedule_of(loop, one), **how} for one in optimizers]
+
+
+def listed(found: Any) -> list[Any]:
+    """What Lightning gives as it is, if there is one."""
+    return found if isinstance(found, list) else [found]
 
 
 class Acts(pl.Callback):
@@ -185,8 +171,7 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
     else:
         given["precision"] = {"32": "32-true", "bf16": "bf16-mixed"}[loop.precision]
     if loop.clip and not is_manual(loop):
-        given["gradient_clip_val"] = NORM if loop.clip == "norm" else VALUE
-        given["gradient_clip_algorithm"] = loop.clip
+        given |= {"gradient_clip_val": LIMITS[loop.clip], "gradient_clip_algorithm": loop.clip}
     module, data = Module(loop), TensorDataset(*samples_of(loop))
     trainer = pl.Trainer(
         strategy=HorovodStrategy(shard=loop.stage),
@@ -209,4 +194,4 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
     return module, module.rates
 
 
-check = functools.partial(check_loop, run=fitted)
+check = functools.partial(loops.check, run=fitted)

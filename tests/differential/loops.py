@@ -2,7 +2,7 @@
 
 :class:`Loop` is the description, :func:`draw_loop` its drawing, and :class:`Reference` what must come out: for each step the
 gradients of each rank with that rank's buffers, their mean, and the update. A trainer adds how it is configured from a loop, and
-overrides what its own loop does in another way (:meth:`Reference.divisor`, :meth:`Reference.validated`).
+says what its own loop does in another way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 WIDTH = 4
-NORM, VALUE = 0.05, 0.01  # limits of clipping, which most gradients exceed
+LIMITS = {"norm": 0.05, "value": 0.01}  # of clipping, which most gradients exceed
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,10 @@ class Reference:
         rates: the learning rates of the first optimizer, after each step.
     """
 
+    # What a trainer's loop does in another way.
     sampler_seed = 0  # of the trainer's sampler
+    mean_of_passes = False  # also in an epoch's last step, which may have fewer passes
+    buffers_of_rank_0 = False  # are evaluated, and kept
 
     def __init__(self, loop: Loop, noise: int = 0) -> None:
         self.loop, self.net = loop, Net(loop)
@@ -265,58 +268,49 @@ class Reference:
     def run(self) -> Reference:
         """Runs it to its end."""
         loop = self.loop
-        samplers = [
-            batch_sampler(loop, rank, self.sampler_seed if loop.sampler == "trainer" else 0)
-            for rank in range(loop.ranks)
-        ]
+        seed = self.sampler_seed if loop.sampler == "trainer" else 0
+        samplers = [batch_sampler(loop, rank, seed) for rank in range(loop.ranks)]
         for epoch in range(loop.epochs):
             for sampler in samplers:
                 sampler.set_epoch(epoch)
-            batches = [list(one) if loop.sampler == "batches" else list(one)[::-1] for one in samplers]
+            batches = [list(one)[:: 1 if loop.sampler == "batches" else -1] for one in samplers]
             for at in range(0, len(batches[0]), loop.accumulate):
                 for number in range(loop.optimizers):
                     self.step(number, [own[at : at + loop.accumulate] for own in batches])
                 self.rates.append(self.optimizers[0].param_groups[0]["lr"])
-                if loop.schedule == "step":
-                    self.advance()
+                self.advance("step")
                 if loop.stop == len(self.rates):
                     return self
-            if loop.schedule == "epoch":
-                self.advance()
-            elif loop.schedule == "plateau":
-                self.advance(self.validated())
+            self.advance("epoch")
+            if loop.schedule == "plateau":
+                self.advance("plateau", self.validated())
         return self
 
-    def advance(self, *metric: float) -> None:
-        """A step of each schedule."""
-        for schedule in self.schedules:
-            schedule.step(*metric)
-
-    def divisor(self, passes: int) -> int:
-        """What the loss of each of a step's passes is divided by."""
-        return self.loop.accumulate
+    def advance(self, schedule: str, *metric: float) -> None:
+        """A step of each schedule, if they are of this kind."""
+        for one in self.schedules if self.loop.schedule == schedule else ():
+            one.step(*metric)
 
     def validated(self) -> float:
-        """The metric of a schedule on a plateau: the mean of all ranks' losses over all samples, each with its own buffers."""
-        return sum(self.evaluated(rank, self.data) for rank in range(self.loop.ranks)) / self.loop.ranks
-
-    def evaluated(self, rank: int, data: tuple[Tensor, ...]) -> float:
-        """The loss of samples with a rank's buffers."""
-        x, y, factor = data
-        load_own_state(self.net, self.own[rank])
+        """The metric of a schedule on a plateau: the mean of the ranks' losses over all samples, each with its own buffers."""
+        x, y, factor = self.data
+        losses = []
         self.net.eval()
-        with torch.no_grad(), self.autocast():
-            loss = self.net.loss(x, y, factor.nan_to_num(1.0)).item()
+        for own in self.own[:1] if self.buffers_of_rank_0 else self.own:
+            load_own_state(self.net, own)
+            with torch.no_grad(), self.autocast():
+                losses.append(self.net.loss(x, y, factor.nan_to_num(1.0)).item())
         self.net.train()
-        return loss
+        return sum(losses) / len(losses)
 
     def autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.loop.precision == "fp16" else torch.bfloat16
         return torch.autocast("cpu", dtype, enabled=self.loop.precision != "32", cache_enabled=False)
 
     def step(self, number: int, batches: list[list[list[int]]]) -> None:
-        """A step of an optimizer: ``batches`` of each rank."""
-        parameters = owned(self.optimizers[number])
+        """A step of an optimizer: ``batches`` of each rank. It is left out if a gradient is not finite."""
+        optimizer, loop = self.optimizers[number], self.loop
+        parameters = owned(optimizer)
         sums: list[list[Tensor]] = []
         for rank, own in enumerate(batches):
             self.net.zero_grad()
@@ -325,7 +319,8 @@ class Reference:
                 with self.autocast():
                     loss = self.net.loss(*(values[batch] for values in self.data), number)
                 self.losses[rank].append(loss.item())
-                self.scaler.scale(loss / self.divisor(len(own))).backward()
+                divisor = len(own) if self.mean_of_passes else loop.accumulate
+                self.scaler.scale(loss / divisor).backward()
             self.own[rank] = copy.deepcopy(own_state(self.net))
             sums.append([parameter.grad.clone() for parameter in parameters])
         for parameter, *gradients in zip(parameters, *sums):
@@ -333,25 +328,28 @@ class Reference:
             if self.noise is not None:
                 size = parameter.grad.abs().max() * torch.finfo(parameter.dtype).eps
                 parameter.grad += size * (2 * torch.rand(parameter.shape, generator=self.noise) - 1)
-        self.update(self.optimizers[number], parameters)
-
-    def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Clips and steps, unless a gradient is not finite."""
-        if self.loop.precision == "fp16":
+        if loop.precision == "fp16":
             self.scaler.unscale_(optimizer)
         elif not all(parameter.grad.isfinite().all() for parameter in parameters):
             return
-        if self.loop.clip == "norm":
-            nn.utils.clip_grad_norm_(parameters, NORM)
-        elif self.loop.clip == "value":
-            nn.utils.clip_grad_value_(parameters, VALUE)
+        if loop.clip == "norm":
+            nn.utils.clip_grad_norm_(parameters, LIMITS["norm"])
+        elif loop.clip == "value":
+            nn.utils.clip_grad_value_(parameters, LIMITS["value"])
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def result(self, rank: int) -> dict[str, Tensor]:
-        """Weights, and a rank's buffers and other state."""
-        load_own_state(self.net, self.own[rank])
-        return state_of(self.net)
+    def outcome(self, rank: int) -> dict[str, Tensor]:
+        load_own_state(self.net, self.own[0 if self.buffers_of_rank_0 else rank])
+        return outcome_of(self.net, self.losses[rank])
+
+
+def outcome_of(net: nn.Module, losses: list[float]) -> dict[str, Tensor]:
+    """Weights, buffers, extra state and losses as tensors."""
+    state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    peaks = {name: one.peak for name, one in net.named_modules() if isinstance(one, Running)}
+    state |= {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}
+    return {**state, "losses": torch.tensor(losses).nan_to_num()}
 
 
 Run = Callable[..., tuple[Any, list[float]]]
@@ -360,43 +358,23 @@ Run = Callable[..., tuple[Any, list[float]]]
 
 
 def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[str]:
-    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
+    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective.
+
+    Tolerates what roundings of gradients do to this loop in one process.
+    """
     with folder_of_all_ranks() as folder:
         model, rates = run(loop, folder)
-        state = state_of(model.net)
-        failures = differences_to(reference, loop, state, model.losses, rates)
+        found, losses = outcome_of(model.net, model.losses), model.losses
+        alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
+        expected, *others = (one.outcome(hc.rank()) for one in (alone, *noisy))
+        failures = differences("one process", found, expected, tolerance_of(expected, others))
+        if rates != alone.rates:
+            failures.append(f"one process: rates {rates} in place of {alone.rates}")
         hc.verify(model)
         if loop.save and (not loop.stop or loop.save < loop.stop):
-            resumed, left = run(loop, folder, resume=True)
+            model, left = run(loop, folder, resume=True)
             if left != rates[loop.save :]:
                 failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
-            whole = model.losses[len(model.losses) - len(resumed.losses) :]
-            failures += differences("resumed", state_of(resumed.net), state, losses=(resumed.losses, whole))
+            found["losses"] = found["losses"][len(losses) - len(model.losses) :]
+            failures += differences("resumed", outcome_of(model.net, model.losses), found)
     return together(failures)
-
-
-def differences_to(
-    reference: type[Reference], loop: Loop, state: dict[str, Tensor], losses: list[float], rates: list[float]
-) -> list[str]:
-    """What this rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop."""
-    rank = hc.rank()
-    alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
-    failures = []
-    if len(losses) != len(alone.losses[rank]):
-        failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
-    if rates != alone.rates:
-        failures.append(f"one process: rates {rates} in place of {alone.rates}")
-
-    def with_losses(state: dict[str, Tensor], losses: list[float]) -> dict[str, Tensor]:
-        return {**state, "losses": torch.tensor(losses).nan_to_num()}
-
-    expected, *others = (with_losses(one.result(rank), one.losses[rank]) for one in (alone, *noisy))
-    found = with_losses(state, losses)
-    return failures + differences("one process", found, expected, tolerance_of(expected, others))
-
-
-def state_of(net: nn.Module) -> dict[str, Tensor]:
-    """Weights, buffers and extra state as tensors."""
-    state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
-    peaks = {name: module.peak for name, module in net.named_modules() if isinstance(module, Running)}
-    return state | {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}

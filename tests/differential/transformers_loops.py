@@ -8,19 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import loops
 import transformers
-from loops import (
-    NORM,
-    Loop,
-    Net,
-    Reference,
-    check as check_loop,
-    draw_loop,
-    loader_of,
-    optimizers_of,
-    samples_of,
-    schedule_of,
-)
+from loops import LIMITS, Loop, Net, Reference, draw_loop, loader_of, optimizers_of, samples_of, schedule_of
 from torch import Tensor, nn
 from transformers.trainer_callback import PrinterCallback
 
@@ -49,18 +39,8 @@ def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
 
 
 class InOneProcess(Reference):
-    """The loop as the Trainer has it: an epoch's last step has fewer passes, and rank 0's buffers are evaluated."""
-
     sampler_seed = SEED
-
-    def divisor(self, passes: int) -> int:
-        return passes
-
-    def validated(self) -> float:
-        return self.evaluated(0, self.data)
-
-    def result(self, rank: int) -> dict[str, Tensor]:
-        return super().result(0)
+    mean_of_passes = buffers_of_rank_0 = True
 
 
 class Model(nn.Module):
@@ -132,7 +112,7 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
         per_device_eval_batch_size=loop.samples,
         gradient_accumulation_steps=loop.accumulate,
         num_train_epochs=loop.epochs,
-        max_grad_norm=NORM if loop.clip else 0.0,
+        max_grad_norm=LIMITS.get(loop.clip, 0.0),
         bf16=loop.precision == "bf16",
         seed=SEED,
         label_names=["y"],
@@ -161,4 +141,4 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
     return model, acts.rates
 
 
-check = functools.partial(check_loop, run=trained, reference=InOneProcess)
+check = functools.partial(loops.check, run=trained, reference=InOneProcess)
