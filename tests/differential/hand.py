@@ -301,19 +301,13 @@ UNDRAWN: Table = {
 }
 GROUPS: Table = {
     "lr": lambda on: [group.update(lr=group["lr"] / on.act.value) for group in on.groups],
-    "weight_decay": lambda on: [
-        group.update(weight_decay=0.1) for group in on.groups if "weight_decay" in group
-    ],
+    "weight_decay": lambda on: [one.update(weight_decay=0.1) for one in on.groups if "weight_decay" in one],
     "momentum": lambda on: [group.update(momentum=0.5) for group in on.groups if group.get("momentum")],
 }
 HOOKS: Table = {
-    "pre_mul": lambda on: (
-        on.parameter.requires_grad and on.parameter.register_hook(lambda value: value * 0.6)
-    ),
+    "pre_mul": lambda on: on.parameter.requires_grad and on.parameter.register_hook(lambda g: g * 0.6),
     "post_mul": lambda on: on.add_hook(lambda parameter: parameter.grad.mul_(0.6)),
-    "post_replace": lambda on: on.add_hook(
-        lambda parameter: setattr(parameter, "grad", parameter.grad * 0.6)
-    ),
+    "post_replace": lambda on: on.add_hook(lambda one: setattr(one, "grad", one.grad * 0.6)),
     "post_read": _read_in_hook,
 }
 FLAGS: Table = {
@@ -329,23 +323,15 @@ ACTS: dict[str, Table] = {
     "groups": GROUPS,
     "flags": FLAGS,
 }
-OPERATIONS = {
-    kind: operation for table in (*ACTS.values(), HOOKS, UNDRAWN) for kind, operation in table.items()
-}
+OPERATIONS = dict(item for table in (*ACTS.values(), HOOKS, UNDRAWN) for item in table.items())
 READING = {*READS, *WEIGHTS_READ, *STATE_READ, "average"}
 OF_ALL = {  # of an act's parameters at once
     "total_norm", "foreach_mul_", "clip_norm", "clip_value", "model_zeros", "model_none", "optimizer_zeros", "swapped", "vector",
     "state_dict", "evaluate", "load_model", "weight_foreach", "state_clear", "state_load", *UNDRAWN, *GROUPS,
 }  # fmt: skip
 OF_GRADIENTS = (*READS, *IN_PLACE, *REPLACED)
-WITHOUT_ONE = {
-    "is_none",
-    "random",
-    "dropped",
-    "collect",
-    "combine",
-    "kept",
-}  # done also where there is no gradient
+# Done also where there is no gradient.
+WITHOUT_ONE = ("is_none", "random", "dropped", "collect", "combine", "kept")
 
 
 def common(act: Act) -> bool:

@@ -327,16 +327,15 @@ class Run:
         if how == "clip":
             self._clip(optimizer)
         if how == "skip":
-            pass
-        elif scaler is not None:
-            scaler.step(optimizer)
-        elif how in ("synchronize", "twice"):
-            if how == "twice":
-                optimizer.synchronize()
-            with optimizer.skip_synchronize():
+            return
+        if how == "twice":
+            optimizer.synchronize()
+        synchronized = scaler is None and how in ("synchronize", "twice")
+        with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
+            if scaler is None:
                 optimizer.step()
-        else:
-            optimizer.step()
+            else:
+                scaler.step(optimizer)
         if how == "repeat":
             optimizer.step()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import linecache
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from same import whole_weights
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -124,13 +124,9 @@ def train(subject: Subject, prepare: Prepare = lambda model, sample: None, shard
     before, given = random_state(), sample()
     note = prepare(model, given) or ""
     for what, now, wanted in (("the ", random_state(), before), ("the sample ", given, sample())):
-        changed = [
-            name
-            for name, value in wanted.items()
-            if isinstance(value, Tensor) and not same_bits(value, now[name])
-        ]
-        if changed:
-            raise Differs(f"planning changed {what}{', '.join(changed)}")
+        for name, value in wanted.items():
+            if isinstance(value, Tensor) and not same_bits(value, now[name]):
+                raise Differs(f"planning changed {what}{name}")
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     if shard:
         optimizer = hc.DistributedOptimizer(
@@ -147,8 +143,9 @@ def train(subject: Subject, prepare: Prepare = lambda model, sample: None, shard
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
             values |= {f"gradient {step} of {name}": copied(gradient) for name, gradient in gradients.items()}
         optimizer.step()
-        with optimizer.gathered_parameters() if shard else contextlib.nullcontext():
-            values |= {f"weight {step} of {name}": copied(value) for name, value in model.named_parameters()}
+        if shard:
+            weights = whole_weights(model, optimizer)
+            values |= {f"weight {step} of {name}": weight for name, weight in weights.items()}
     values |= {f"buffer {name}": copied(buffer) for name, buffer in model.named_buffers()}
     return Outcome({**values, **random_state()}, note)
 
@@ -201,9 +198,9 @@ def compare(outcome: Outcome, plain: Outcome) -> tuple[str, str]:
             return "wrong", found
         count += 1
         detail = detail or found
-    return (
-        ("rounding", f"{detail} ({count} of {len(plain.values)} values differ)") if count else ("equal", "")
-    )
+    if not count:
+        return "equal", ""
+    return "rounding", f"{detail} ({count} of {len(plain.values)} values differ)"
 
 
 def planned(budget: str, chunk_head: bool = False) -> Prepare:
