@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from layers import IN_PARTS, KINDS, STATEFUL
-from models import CARRIERS, WAYS
-from optimizers import OPTIMIZERS
+from models import CARRIERS, OPTIMIZERS, WAYS
 from programs import REENTRANT, Block, Pass, Program, Segment, Step
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from drawing import Draw
 from hand import ACTS, FLAGS, HOOKS, OF_GRADIENTS, READS, WEIGHTS, WEIGHTS_READ
-from optimizers import OPTIMIZERS
+from models import OPTIMIZERS
 from programs import REENTRANT, Act, Program, Step
 
 

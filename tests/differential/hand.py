@@ -84,9 +84,13 @@ class On:
     def replace(self, gradient: Tensor | None) -> None:
         self.parameter.grad = gradient
 
-    def add_hook(self, hook: Callable[[Tensor], Any]) -> None:
+    def add_hook(self, change: Callable[[Tensor], Any]) -> None:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                change(parameter)
+
         if self.parameter.requires_grad:
-            self.parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else hook(p))
+            self.parameter.register_post_accumulate_grad_hook(hook)
 
     def random(self, like: Tensor) -> Tensor:
         values = torch.randn(like.shape, generator=self.generator, dtype=torch.float32)

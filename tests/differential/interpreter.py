@@ -15,8 +15,7 @@ import numpy
 import torch
 from hand import Hand
 from layers import VOCABULARY, WIDTH, own_of, set_buffers, set_own
-from models import Caught, build
-from optimizers import distributed, make_optimizer
+from models import Caught, build, distributed, make_optimizer
 from programs import Pass, Program
 from torch import Tensor
 

@@ -19,7 +19,7 @@ from all_ranks import folder_of_all_ranks
 from checking import NOISES, differences, together, tolerance_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import hvd_ckpt as hc
 from hvd_ckpt.utils.own_state import load_own_state, own_state
@@ -129,27 +129,20 @@ def samples_of(loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, inputs.sum(1, keepdim=True), factors
 
 
-class Batches:
+class Batches(BatchSampler):
     """A batch sampler of the user's over a distributed one: it gives the batches of an epoch backwards."""
-
-    def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
-        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, False
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
-    def __len__(self) -> int:
-        return -(-len(self.sampler) // self.batch_size)
-
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(self.sampler)
-        return reversed([order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)])
+        return reversed(list(super().__iter__()))
 
 
 def batch_sampler(loop: Loop, rank: int, seed: int = 0) -> Batches:
     """Of the batches of a rank."""
-    samples = range(loop.samples)
-    return Batches(DistributedSampler(samples, loop.ranks, rank, shuffle=loop.shuffle, seed=seed), loop.batch)
+    own = DistributedSampler(range(loop.samples), loop.ranks, rank, loop.shuffle, seed)
+    return Batches(own, loop.batch, drop_last=False)
 
 
 def loader_of(loop: Loop, data: Any, **options: Any) -> DataLoader[Any]:

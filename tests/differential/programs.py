@@ -131,7 +131,7 @@ class Program:
 
     Attributes:
         embedding: ``""``, ``"dense"`` or ``"sparse"``: what comes before the segments.
-        optimizer: of :data:`optimizers.OPTIMIZERS`.
+        optimizer: of :data:`models.OPTIMIZERS`.
         owners: of each segment, which optimizer has it; -1: the first one, from an event ``("group",)`` on.
         options: of ``DistributedOptimizer``.
         resume: after so many steps the second run stops and is resumed.

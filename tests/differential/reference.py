@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from interpreter import CLIP, Run
 from layers import own_of, set_buffers, set_own
-from optimizers import OPTIMIZERS, make_optimizer
+from models import OPTIMIZERS, make_optimizer
 from programs import Program
 from torch import Tensor, nn
 

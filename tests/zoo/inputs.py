@@ -128,11 +128,6 @@ def _values(facts: Facts) -> list[Tensor]:
     return [*_randoms((BATCH, 4800), (BATCH, 1, 4800), (BATCH, length, bins)), _tokens()(facts)]
 
 
-def _boxes(facts: Facts) -> Tensor:
-    corner = torch.randint(0, 8, (BATCH, LENGTH, 2))
-    return torch.cat([corner, corner + torch.randint(1, 8, (BATCH, LENGTH, 2))], -1)
-
-
 def _patches(facts: Facts) -> list[Tensor]:
     size = facts.find("in_channels num_channels", 3) * facts.number("patch_size", 8) ** 2
     times = facts.find("temporal_patch_size", 1)
@@ -153,18 +148,20 @@ def _grid(facts: Facts) -> Tensor:
 
 
 MAKERS: dict[str, Callable[[Facts], Any]] = {
-    **dict.fromkeys(("input_ids", "text_input_ids", "decoder_input_ids_", "query_ids", "labels"), _tokens()),
+    "input_ids": _tokens(),
+    "labels": _tokens(),
     "decoder_input_ids": _tokens(6),
     "attention_mask": _mask,
     "decoder_attention_mask": lambda facts: torch.ones(BATCH, 6, dtype=torch.long),
-    **dict.fromkeys(("pixel_values", "images", "flat_pixel_values"), _pixels),
-    **dict.fromkeys(("pixel_values_videos", "pixel_values_frames"), lambda facts: _pixels(facts)[2]),
-    "prompt_pixel_values": lambda facts: _pixels(facts)[0],
-    **dict.fromkeys(("input_features", "audio_features", "spectrogram"), _features),
-    **dict.fromkeys(("input_values", "padded_values"), _values),
-    **dict.fromkeys(("hidden_states", "inputs_embeds", "embeddings"), _patches),
+    "pixel_values": _pixels,
+    "pixel_values_videos": lambda facts: _pixels(facts)[2],
+    "input_features": _features,
+    "spectrogram": _features,
+    "input_values": _values,
+    "hidden_states": _patches,
+    "inputs_embeds": _patches,
     "encoder_hidden_states": _states,
-    **dict.fromkeys(("grid_thw", "image_grid_thw"), _grid),
-    "bbox": _boxes,
+    "grid_thw": _grid,
+    "image_grid_thw": _grid,
     "past_values": _series,
 }

@@ -25,6 +25,8 @@ ROUNDING = 1e-5
 LIBRARY = str(Path(hc.__file__).parent)
 Prepare = Callable[[nn.Module, dict[str, Any]], str | None]
 """What is done to a model before it is trained with a sample; returns a note."""
+Outcome = dict[str, Tensor | None]
+"""What is compared: losses, gradients and buffers of all steps, and the random state behind them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +41,6 @@ class Subject:
     name: str
     make: Callable[[], nn.Module]
     sample: Callable[[], dict[str, Any]]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What is compared: losses, gradients and buffers of all steps, and the random state behind them."""
-
-    values: dict[str, Tensor | None]
-    note: str = ""
 
 
 class Differs(Exception):
@@ -102,8 +96,10 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([part.float() for part in parts]).sum()
 
 
-def train(subject: Subject, prepare: Prepare = lambda model, sample: None, shard: str = "") -> Outcome:
-    """Trains for a few steps and returns what came out.
+def train(
+    subject: Subject, prepare: Prepare = lambda model, sample: None, shard: str = ""
+) -> tuple[Outcome, str]:
+    """Trains for a few steps and returns what came out, with the note.
 
     Args:
         shard: of a job's parameters; each rank has its own random numbers and order of the batch.
@@ -133,7 +129,7 @@ def train(subject: Subject, prepare: Prepare = lambda model, sample: None, shard
             optimizer, named_parameters=model.named_parameters(), shard=shard, model=model
         )
     seed(2 + rank)
-    values: dict[str, Tensor | None] = {}
+    values: Outcome = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model(**sample()))
@@ -147,7 +143,7 @@ def train(subject: Subject, prepare: Prepare = lambda model, sample: None, shard
             weights = whole_weights(model, optimizer)
             values |= {f"weight {step} of {name}": weight for name, weight in weights.items()}
     values |= {f"buffer {name}": copied(buffer) for name, buffer in model.named_buffers()}
-    return Outcome({**values, **random_state()}, note)
+    return {**values, **random_state()}, note
 
 
 def copied(tensor: Tensor | None) -> Tensor | None:
@@ -173,13 +169,13 @@ def compare(outcome: Outcome, plain: Outcome) -> tuple[str, str]:
     A gradient that is all but zero (of a bias before a batch norm) is compared with the largest one. Behind a rounding in the first
     step, the second is that of other weights, and only its random state is compared.
     """
-    if outcome.values.keys() != plain.values.keys():
-        return "wrong", f"other values: {sorted(outcome.values.keys() ^ plain.values.keys())[:3]}"
-    first = [value for name, value in plain.values.items() if " 0" in name and value is not None]
+    if outcome.keys() != plain.keys():
+        return "wrong", f"other values: {sorted(outcome.keys() ^ plain.keys())[:3]}"
+    first = [value for name, value in plain.items() if " 0" in name and value is not None]
     scale = max((value.double().norm().item() for value in first if not value.is_sparse), default=0.0)
     detail, count = "", 0
-    for name, value in outcome.values.items():
-        wanted = plain.values[name]
+    for name, value in outcome.items():
+        wanted = plain[name]
         if value is None or wanted is None:
             if value is wanted:
                 continue
@@ -200,7 +196,7 @@ def compare(outcome: Outcome, plain: Outcome) -> tuple[str, str]:
         detail = detail or found
     if not count:
         return "equal", ""
-    return "rounding", f"{detail} ({count} of {len(plain.values)} values differ)"
+    return "rounding", f"{detail} ({count} of {len(plain)} values differ)"
 
 
 def planned(budget: str, chunk_head: bool = False) -> Prepare:

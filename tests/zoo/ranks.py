@@ -6,9 +6,8 @@ import time
 import traceback
 from collections.abc import Iterator
 
-from checks import Architecture, draw as draw_architecture, told
+from checks import Architecture, Untrainable, draw as draw_architecture, subject_of, told
 from modes import classify, compare, train
-from subjects import Untrainable, subject_of
 
 import hvd_ckpt as hc
 
@@ -39,7 +38,7 @@ def outcome_of(name: str) -> tuple[str, str]:
     results = hc.allgather_object(mine)
     if not any(outcome for outcome, _ in results):
         try:
-            kept, sharded = train(subject, shard="none"), train(subject, shard="parameters")
+            (kept, _), (sharded, _) = (train(subject, shard=shard) for shard in ("none", "parameters"))
             mine = compare(sharded, kept)
         except Exception as error:
             traceback.print_exc()  # the other ranks may wait for this one
