@@ -26,7 +26,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as Lightning's users may have it."""
-    loop = draw_loop(seed, ranks, budget=False)
+    loop = draw_loop(seed, ranks)
     if is_manual(loop) and loop.precision == "fp16":
         loop = replace(loop, clip="")  # Lightning clips before it unscales
     at_epoch_end = loop.schedule == "plateau" or (loop.schedule == "epoch" and is_manual(loop))

@@ -43,7 +43,6 @@ class Loop:
         bad: samples whose loss is not finite, so that all ranks skip the step.
         stop: steps after which a callback stops training; 0: none does.
         save: steps after which a checkpoint is saved, from which a second run resumes; 0: none.
-        budget: whether activations are recomputed.
     """
 
     seed: int
@@ -66,7 +65,6 @@ class Loop:
     bad: tuple[int, ...] = ()
     stop: int = 0
     save: int = 0
-    budget: bool = False
 
     @property
     def passes(self) -> int:
@@ -106,14 +104,13 @@ def draw_loop(seed: int, ranks: int, **fixed: Any) -> Loop:
         batch_norm=choose([True, False, False]),
         running=choose([True, False, False]),
         bad=tuple(sorted(dice.sample(range(samples), choose([0, 0, 1, 2])))),
-        budget=dice.random() < 0.1,
     )
     loop = replace(loop, **fixed)
     total = loop.epochs * loop.steps
     return replace(
         loop,
-        stop=fixed.get("stop", dice.randrange(1, total + 1) if dice.random() < 0.2 else 0),
-        save=fixed.get("save", dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0),
+        stop=dice.randrange(1, total + 1) if dice.random() < 0.2 else 0,
+        save=dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0,
     )
 
 

@@ -23,7 +23,7 @@ SEED = 5
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as users of the Trainer may have it."""
-    loop = draw_loop(seed, ranks, optimizers=1, toggles=False, running=False, budget=False)
+    loop = draw_loop(seed, ranks, optimizers=1, toggles=False, running=False)
     changes: dict[str, Any] = {}
     if loop.precision == "fp16":  # refused
         changes["precision"] = "bf16"
