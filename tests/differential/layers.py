@@ -35,19 +35,33 @@ def update_average(average: Tensor, value: Tensor) -> None:
     average.mul_(0.9).add_(value, alpha=0.1)
 
 
-class Layer(nn.Module):
+class Made(nn.Module):
+    """Parts, and what a function makes of them and of the input."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.use = use
+        for name, part in parts.items():
+            if isinstance(part, (nn.Module, nn.Parameter)):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+class Layer(Made):
     """A linear layer, of whose result and state ``use`` makes what it likes: a buffer, and what no ``state_dict`` has."""
 
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.use, self.linear = use, nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("average", torch.ones(WIDTH))
+        super().__init__(use, linear=wide(), average=torch.ones(WIDTH))
         self.held = torch.ones(WIDTH)
         self.generator = torch.Generator().manual_seed(1)
         self.random, self.numpy = random.Random(1), numpy.random.default_rng(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, self.linear(x))
+        return super().forward(self.linear(x))
 
     def hidden(self) -> tuple[Any, ...]:
         numbers = self.random.getstate(), self.numpy.bit_generator.state
@@ -118,31 +132,6 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-class Running(nn.Module):
-    """Batch normalization by the function, with running statistics that are buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("variance", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.mean, self.variance, self.weight, self.bias, True, 0.1, 0.1)
-
-
-class MaxNorm(nn.Module):
-    """Adds the mean of an embedding whose weight the forward pass renormalizes, alike on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) + self.embedding(torch.arange(VOCABULARY)).mean(0)
-
-
 class Attention(nn.Module):
     """Attention among the samples of a batch, or among the parts of a sample, which are ``width`` wide."""
 
@@ -159,54 +148,46 @@ class Attention(nn.Module):
         return self.output(result.transpose(1, 2).flatten(2)).reshape(x.shape)
 
 
-class Scale(nn.Module):
-    """A factor, and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor, self.nothing = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor + self.nothing.sum()
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x.view(-1, 2, 2, 2)).reshape(x.shape))
-
-
-class Added(nn.Module):
-    """The sum of what a layer makes, and of the input or of what another layer makes of it, if that is used."""
-
-    def __init__(self, layer: nn.Module, other: nn.Module, used: bool = True) -> None:
-        super().__init__()
-        self.layer, self.other, self.used = layer, other, used
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.other(x) if self.used else self.layer(x)
-
-
-class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(F.linear(x, self.weight, self.bias))
+def wide() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def linear(*more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *more)
+    return nn.Sequential(wide(), nn.Tanh(), *more)
+
+
+def residual(layer: nn.Module) -> nn.Module:
+    return Made(lambda own, x: x + own.layer(x), layer=layer)
 
 
 def deep(middle: nn.Module) -> nn.Module:
-    return Added(nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), middle, nn.Linear(12, WIDTH)), nn.Identity())
+    return residual(nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), middle, nn.Linear(12, WIDTH)))
+
+
+def tied(weight: nn.Parameter) -> nn.Module:
+    """A linear layer with the weight of another one."""
+    bias = nn.Parameter(torch.zeros(WIDTH))
+    return Made(lambda own, x: torch.tanh(F.linear(x, own.weight, own.bias)), weight=weight, bias=bias)
+
+
+def running() -> nn.Module:
+    """Batch normalization by the function, with running statistics that are buffers."""
+    return Made(
+        lambda own, x: F.batch_norm(x, own.mean, own.variance, own.weight, own.bias, True, 0.1, 0.1),
+        weight=nn.Parameter(torch.ones(WIDTH)),
+        bias=nn.Parameter(torch.zeros(WIDTH)),
+        mean=torch.zeros(WIDTH),
+        variance=torch.ones(WIDTH),
+    )
+
+
+def max_norm() -> nn.Module:
+    """Adds the mean of an embedding whose weight the forward pass renormalizes, alike on every rank."""
+    return Made(
+        lambda own, x: torch.tanh(own.linear(x)) + own.embedding(torch.arange(VOCABULARY)).mean(0),
+        linear=wide(),
+        embedding=nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5),
+    )
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -215,18 +196,27 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(WIDTH),
     "batchnorm": lambda: nn.BatchNorm1d(WIDTH, eps=0.1),
     "dropout": lambda: linear(nn.Dropout(0.25)),
-    "conv": Conv,
-    "scale": Scale,
-    "branch": lambda: Added(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())),
-    "unused": lambda: Added(linear(), nn.Linear(WIDTH, WIDTH), used=False),
+    "conv": lambda: Made(
+        lambda own, x: torch.tanh(own.layer(x.view(-1, 2, 2, 2)).reshape(x.shape)),
+        layer=nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last),
+    ),
+    "scale": lambda: Made(  # one of its parameters has no elements
+        lambda own, x: x * own.factor + own.nothing.sum(),
+        factor=nn.Parameter(torch.tensor(0.5)),
+        nothing=nn.Parameter(torch.empty(0, 3)),
+    ),
+    "branch": lambda: Made(
+        lambda own, x: own.layer(x) + torch.sigmoid(own.other(x)), layer=wide(), other=wide()
+    ),
+    "unused": lambda: Made(lambda own, x: own.layer(x), layer=linear(), other=wide()),
     "frozen": lambda: linear().requires_grad_(False),
 }
 STATEFUL: dict[str, Callable[[], nn.Module]] = {
     **{name: functools.partial(Layer, use) for name, use in USES.items()},
-    "running": Running,
-    "spectral": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    "max_norm": MaxNorm,
+    "running": running,
+    "spectral": lambda: parametrizations.spectral_norm(wide()),
+    "weight_norm": lambda: parametrizations.weight_norm(wide()),
+    "max_norm": max_norm,
     "attention": lambda: Attention(WIDTH, 2, 0.0),
 }
 # That tensor parallelism splits, and how.
@@ -236,7 +226,7 @@ IN_PARTS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         {"layer": "features", "layer.0": "column", "layer.3": "row"},
     ),
     "heads": (
-        lambda: Added(Attention(WIDTH // 2, 4, 0.25), nn.Identity()),
+        lambda: residual(Attention(WIDTH // 2, 4, 0.25)),
         {"layer": "heads:heads", "layer.project": "fused:3", "layer.output": "row"},
     ),
     "gathered": (linear, {"0": "vocabulary"}),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from layers import IN_PARTS, LAYERS, VOCABULARY, WIDTH, Tied
+from layers import IN_PARTS, LAYERS, VOCABULARY, WIDTH, tied
 from programs import Block, Program
 from selective import drop_all
 from sharded import distribute
@@ -129,8 +129,10 @@ class Part(nn.Module):
     def __init__(self, block: Block, parts: Sequence[Part]) -> None:
         super().__init__()
         self.kind, self.dtype, self.trapped = block.kind, getattr(torch, block.dtype), False
-        tied = block.kind == "tied"
-        self.layer = Tied(parts[block.of].layer[0].weight) if tied else LAYERS[block.kind]()
+        if block.kind == "tied":
+            self.layer = tied(parts[block.of].layer[0].weight)
+        else:
+            self.layer = LAYERS[block.kind]()
         self.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -132,9 +132,7 @@ NAMED: dict[str, Named] = {
     "a penalty on gradients": Named(["0123:penalty"] * 4, recompute=("keep", "hc"), stages=ANY),
     "a penalty on gradients that have a graph": Named(["0123:graph"] * 4, stages=(0,), resume=0),
     "evaluated first": Named(["0123:eval_first"] * 4, "dropout batchnorm linear linear", ("keep", "hc"), ANY),
-    "random and running": Named(
-        [WHOLE] * 4, "dropout batchnorm+dropout running numpy", ("hc", "hc_reentrant", "module"), ANY
-    ),
+    "random and running": Named([WHOLE] * 4, "dropout batchnorm+dropout running numpy", ("hc", "hc_reentrant", "module"), ANY),
     "a layer changes its weight": Named([WHOLE] * 4, "linear max_norm+linear linear linear", stages=(1, 2)),
     "dtypes": Named([WHOLE] * 4, "linear:float64 scale linear:bfloat16 linear:float16", stages=ANY),
     "errors that are caught": Named([WHOLE, "0123:forward2 0123|0123", "0123|0123:backward1 0123", WHOLE]),
@@ -164,21 +162,15 @@ NAMED: dict[str, Named] = {
         [f"{text}; clear={clear}" for text in UNEVEN[:2] for clear in ("zero", "model", "zero", "none")]
     ),
     "gradients by hand": Named([f"0123; by_hand={number % 2 == 0}" for number in range(5)], stages=(0, 1), resume=0),
-    "gradients by hand on one rank": Named(
-        [WHOLE, "0123|; by_hand=True", "0123|; by_hand=True; how=twice", WHOLE], stages=(0,)
-    ),
+    "gradients by hand on one rank": Named([WHOLE, "0123|; by_hand=True", "0123|; by_hand=True; how=twice", WHOLE], stages=(0,)),
     "dropped": Named(["0123 0123|0123", "0123 0123|0123; drop=3,"] * 2 + ["0123 0123|0123"], stages=(0, 1, 2)),
-    "closures": Named(
-        [f"0123; how=closure; returns={one}" for one in ("loss", "float", "none", "dict", "tuple")], stages=(0, 2)
-    ),
+    "closures": Named([f"0123; how=closure; returns={one}" for one in ("loss", "float", "none", "dict", "tuple")], stages=(0, 2)),
     "line search": Named(["0123; how=closure"] * 3, stages=(0,), more={"optimizer": "lbfgs"}),
     "left out by a scaler": Named(
         [WHOLE, "0123; how=skip; clear=model", "0123; how=clip; clear=plain", "0123; how=skip; clear=zero", WHOLE],
         resume=0, more={"scaler": True},
     ),
-    "an overflow on one rank": Named(
-        [WHOLE, "0123|0123:overflow", WHOLE, WHOLE], stages=ANY, more={"scaler": True}
-    ),
+    "an overflow on one rank": Named([WHOLE, "0123|0123:overflow", WHOLE, WHOLE], stages=ANY, more={"scaler": True}),
     # Events.
     "frozen and unfrozen": Named([WHOLE, "0123; before freeze 1 False", "0123; before freeze 1 True"] * 2, stages=ANY),
     **{
