@@ -45,29 +45,27 @@ class InOneProcess(Run):
         # The first turns, before the first step, find all ranks alike.
         own, gradients, flags = self._of_ranks.get(rank) or self._of_this_rank()
         set_own(self.model, own)
-        for parameter, gradient, flag in zip(self.parameters, gradients, flags):
-            parameter.grad = gradient
-            parameter.requires_grad_(flag)
+        for parameter in self.parameters:
+            parameter.grad = gradients[parameter]
+            parameter.requires_grad_(flags[parameter])
         yield
         self._of_ranks[rank] = self._of_this_rank()
 
     def _of_this_rank(self) -> tuple[Any, ...]:
-        gradients = [parameter.grad for parameter in self.parameters]
-        return own_of(self.model), gradients, [parameter.requires_grad for parameter in self.parameters]
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        flags = {parameter: parameter.requires_grad for parameter in self.parameters}
+        return own_of(self.model), gradients, flags
 
     # ---------------------------------------------------------------------------------- reduction
 
     def reduce(self, parameters: Iterable[Tensor]) -> None:
         """Gives parameters the sums or means of all ranks' gradients, once in a step."""
         present = self.program.present(len(self.seen))
-        for parameter in parameters:
-            if parameter in self._reduced:
-                continue
-            self._reduced.add(parameter)
-            at = next(at for at, one in enumerate(self.parameters) if one is parameter)
-            parts = [self._of_ranks[rank][1][at] for rank in present]
+        for parameter in [one for one in parameters if one not in self._reduced]:
+            parts = [self._of_ranks[rank][1][parameter] for rank in present]
             found = [part.coalesce() if part.is_sparse else part for part in parts if part is not None]
             parameter.grad = self._combined(found, parameter.dtype) if found else None
+            self._reduced.add(parameter)
 
     def _combined(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         # bfloat16 travels as float32.
@@ -90,10 +88,9 @@ class InOneProcess(Run):
 
     def give(self, parameters: Iterable[Tensor]) -> None:
         """Every rank has the gradients as they are now."""
-        gradients = [(parameter, parameter.grad) for parameter in parameters]
-        for _ in self.turns():
-            for parameter, gradient in gradients:
-                parameter.grad = None if gradient is None else gradient.clone()
+        for parameter in parameters:
+            for _, gradients, _ in self._of_ranks.values():
+                gradients[parameter] = None if parameter.grad is None else parameter.grad.clone()
 
     # ---------------------------------------------------------------------------------- in the place of what ranks do
 
