@@ -27,11 +27,10 @@ class DrawActs(Draw):
         self.stage = self.choose([0, 0, 0, 1, 1, 2, 3, 3])
         self.optimizer = self.choose(list(OPTIMIZERS)[:-1])
         self.families = [self.choose(list(ACTS)) for _ in range(self.choose([1, 1, 2, 3]))]
-        flags = "flags" in self.families
-        self.embedding = (
-            "" if flags else self.choose(["", "", "", "dense"])
-        )  # frozen, reentrant regions had no gradients
-        self.scaler = not flags and self.chance(0.15)  # it raises where there is no gradient at all
+        freezes = "flags" in self.families
+        # A frozen embedding leaves reentrant regions without gradients; a scaler raises where there is none at all.
+        self.embedding = "" if freezes else self.choose(["", "", "", "dense"])
+        self.scaler = not freezes and self.chance(0.15)
         self.half, self.lbfgs, self.stateful, self.carried = self.chance(0.08), False, False, 0.0
         self.everywhere = self.chance(0.6)  # all ranks do the same
 
@@ -46,9 +45,8 @@ class DrawActs(Draw):
         self.usual = self.choose([1, 1, 2, 3])
         self.kinds_of_passes = ["plain"] if self.chance(0.8) else ["plain", "two_forwards"]
         self.alike, self.varying = True, self.chance(0.1)
-        self.partial = self.traps = self.overflows = self.closures = self.by_hand = self.drops = (
-            self.skips
-        ) = False
+        self.partial = self.traps = self.overflows = self.closures = False
+        self.by_hand = self.drops = self.skips = False
         self.eventful = self.chance(0.2)
         self.surgery = "replaced" in self.families and self.chance(0.3)
 
@@ -121,16 +119,9 @@ class DrawActs(Draw):
         program = super().program()
         once = all(block.kind not in ("again", "tied") for block in self.blocks)
         if once and not program.recomputed_as("function", *REENTRANT) and self.chance(0.15):
-            everyone = tuple(range(self.ranks))
-            hooks = [
-                Act(
-                    self.choose(list(HOOKS)),
-                    self.choose(["unwrapped", "wrapped"]),
-                    everyone,
-                    (self.dice.randrange(1000),),
-                )
-                for _ in range(self.choose([1, 2]))
-            ]
+            kind, place = self.choose(list(HOOKS)), self.choose(["unwrapped", "wrapped"])
+            targets = tuple(self.dice.randrange(1000) for _ in range(self.choose([1, 2])))
+            hooks = Act(kind, place, tuple(range(self.ranks)), targets)
             first, *others = program.steps
-            program = replace(program, steps=(replace(first, acts=(*hooks, *first.acts)), *others))
+            program = replace(program, steps=(replace(first, acts=(hooks, *first.acts)), *others))
         return replace(program, resume=0, default_dtype="float32")
