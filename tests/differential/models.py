@@ -155,29 +155,29 @@ class Net(nn.Module):
         if program.embedding:
             self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=program.embedding == "sparse")
         self.math_kernel = program.math_kernel
-        self.carriers = [segment.carrier for segment in program.segments]
-        self.kinds = [segment.recompute if recompute else "keep" for segment in program.segments]
         self.segments = nn.ModuleList()
-        for segment, kind in zip(program.segments, self.kinds):
-            first = len(parts)
+        for segment in program.segments:
+            kind, first = segment.recompute if recompute else "keep", len(parts)
             for block in segment.blocks:
                 parts.append(parts[block.of] if block.kind == "again" else Part(block, parts))
             own = [part if segment.carrier == "tensor" else Carried(part) for part in parts[first:]]
+            chain: Any = nn.Sequential(*own)
             if kind.startswith("module"):
-                in_segments = functools.partial(hc.CheckpointSequential, own, max(1, len(own) - 1))
-                self.segments.append(in_segments("reentrant" in kind, keep_last=False))
-            else:
-                self.segments.append(nn.Sequential(*own))
+                chain = hc.CheckpointSequential(
+                    own, max(1, len(own) - 1), "reentrant" in kind, keep_last=False
+                )
+            chain.kind, chain.pack = kind, CARRIERS[segment.carrier]
+            self.segments.append(chain)
         self._parts = (parts,)  # no child: the segments have them
         self.trap: tuple[str, int] | None = None
         if split and (recipe := self._recipe()):
             hc.tensor_parallel(self, recipe)
-        if {"plan", "plan_segment"} & set(self.kinds):
+        if recompute and program.recomputed_as("plan", "plan_segment"):
             self._apply_plan()
-        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
+        for chain in self.segments:
             # A module that is used again is no chain.
-            if kind == "planned" and (len(set(chain)) > 1 or len(chain) == 1):
-                sample = CARRIERS[carrier](torch.randn(4, WIDTH, requires_grad=True))
+            if chain.kind == "planned" and (len(set(chain)) > 1 or len(chain) == 1):
+                sample = chain.pack(torch.randn(4, WIDTH, requires_grad=True))
                 hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
 
     @property
@@ -194,8 +194,8 @@ class Net(nn.Module):
             if hasattr(self, "embedding"):
                 x = self.embedding(x).mean(1)
             for number in path:
-                features = CARRIERS[self.carriers[number]](x)
-                x = unpack(WAYS[self.kinds[number]](self.segments[number], features))
+                chain = self.segments[number]
+                x = unpack(WAYS[chain.kind](chain, chain.pack(x)))
                 if self.trap == ("backward", number) and x.requires_grad:
                     x = _RaisesBehind.apply(x)
         return x
@@ -219,25 +219,23 @@ class Net(nn.Module):
         names = {module: name for name, module in self.named_modules()}
         blocks: dict[str, BlockPlan] = {}
         items: list[Any] = []
-        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
-            if kind not in ("plan", "plan_segment"):
+        for chain in self.segments:
+            if chain.kind not in ("plan", "plan_segment"):
                 continue
-            inside = []
-            for part in chain.children():
-                name = names[part]
-                if name in blocks:
-                    continue
+            first = len(blocks)
+            for part in [part for part in chain.children() if names[part] not in blocks]:
                 policy = KEEP
-                if kind == "plan":
+                if chain.kind == "plan":
                     with torch.no_grad():
                         policy = CheckpointPolicy(
-                            "drop all", drop_all(part, CARRIERS[carrier](torch.randn(4, WIDTH)))
+                            "drop all", drop_all(part, chain.pack(torch.randn(4, WIDTH)))
                         )
-                inside.append(len(blocks))
+                name = names[part]
                 blocks[name] = BlockPlan((name,), kind_of([part]), parameter_shapes([part]), policy)
-            whole = [names[part] for part in chain] == list(blocks)[len(blocks) - len(inside) :]
+            inside = range(first, len(blocks))
+            whole = [names[part] for part in chain] == list(blocks)[first:]
             in_order = all(names[part].startswith(f"{names[chain]}.") for part in chain)
-            items += [tuple(inside)] if kind == "plan_segment" and whole and in_order else inside
+            items += [tuple(inside)] if chain.kind == "plan_segment" and whole and in_order else inside
         Plan(tuple(blocks.values()), tuple(items)).apply(self)
 
 
