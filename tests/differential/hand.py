@@ -26,13 +26,7 @@ from hvd_ckpt.reduction.gradients import has_values
 Key = tuple[int, ...]
 """Of an operation: rank, step, position of the act, position of the parameter."""
 
-MOMENTS = {
-    "momentum": ("momentum_buffer",),
-    "nesterov": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "rmsprop": ("square_avg",),
-}
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "square_avg")  # in the state of optimizers
 
 
 @dataclasses.dataclass
@@ -185,8 +179,9 @@ def _average(on: On) -> Any:
 
 
 def _away(on: On) -> None:
-    on.kept["away", on.at] = on.parameter.clone()
+    kept = on.parameter.clone()
     on.parameter.mul_(1 / on.act.value)
+    on.kept["away", on.at] = kept
 
 
 def _back(on: On) -> None:
@@ -198,7 +193,7 @@ def _back(on: On) -> None:
 def _state_set(on: On) -> None:
     parameter = on.parameter
     values = torch.linspace(0.0, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
-    for name in MOMENTS.get(on.run.program.optimizer, ()):
+    for name in MOMENTS:
         if name in on.state[parameter]:
             on.state[parameter][name] = values.clone()
 
