@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from interpreter import Run
 from programs import Program
+from reference import InOneProcess
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -20,55 +20,59 @@ FLOOR = 1e-6  # a few units in the last place of the largest weight, or of 1
 LOSSY = 0.05  # where gradients or weights are sent, or updated, in another format; weights are about 0.3
 
 NOISES = (1, 2)
+Values = Mapping[str, Tensor]
+"""Weights by name, and what belongs to a rank: names that begin with its number."""
 
 
 def check(program: Program) -> list[str]:
     """Runs a program in every way that must end in the same; returns what does not, the same on every rank. Collective."""
     run = complete(Run(program))
     result = run.result()
-    buffers = {name: value for name, value in result.items() if name[0].isdigit()}
-    weights = {name: value for name, value in result.items() if name not in buffers}
     steps = program.join or (len(program.steps),) * program.ranks
-    everyone = gather((weights, buffers))
+    everyone = gather(result)
     last = steps.index(max(steps))
-    prints = {fingerprint(own.items()) for (own, _), taken in zip(everyone, steps) if taken == steps[last]}
+    prints = {fingerprint(weights_of(own).items()) for own, n in zip(everyone, steps) if n == steps[last]}
     failures = ["ranks differ"] if len(prints) > 1 else []
     failures += [f"refused: {key}: {error}" for key, error in run.hand.refused.items()]
     parts = current().gather_objects(fingerprint(result.items()))
     failures += ["parts differ"] if len(set(parts)) > 1 else []
 
+    def compare(how: str, other: Run, tolerance: float = 0.0) -> None:
+        failures.extend(differences(how, result, other.result(), tolerance, (run.seen, other.seen)))
+
     again = complete(Run(program), program.resume)
     if program.resume:
-        again = complete(again.resumed())
-    how = f"resumed after {program.resume} steps" if program.resume else "run again"
-    rounded = LOSSY if program.resume and program.rounds_what_is_written else 0.0
-    failures += differences(how, (result, run.seen), (again.result(), again.seen), rounded)
-    if program.stops_in_another_place:
-        return together(failures)
+        # Weights that a forward pass writes then travel to the ranks in another format once more.
+        written = any(block.kind == "max_norm" for block in program.blocks)
+        rounded = LOSSY if written and program.stage > 0 and "wire" in program.options else 0.0
+        compare(f"resumed after {program.resume} steps", complete(again.resumed()), rounded)
+    else:
+        compare("run again", again)
+    if program.reorders and any(one.trap is not None and one.trap[0] == "backward" for one in program.passes):
+        return together(
+            failures
+        )  # an error may come when a parameter has a part of its gradient, or when it has none
 
-    everything = dict(everyone[last][0])
-    for _, own in everyone:
-        everything.update(own)
     recomputed = any(segment.recompute != "keep" for segment in program.segments)
-    rounds = recomputed and (program.sums_in_another_order or program.rounds_in_other_blocks)
+    # Units of stage 3, which share scales of int8 and partial sums of the norm that clips, follow what is recomputed.
+    units = program.stage == 3 and (program.clips or "int8" in str(program.options.get("wire")))
+    rounds = recomputed and (program.reorders or units)
     tolerance = 0.0
     if hc.rank() == 0:
-        alone = complete(Run(program, alone=True)).result()
-        compare = functools.partial(differences, "one process", (everything, []), (alone, []))
+        everything = {name: value for own in (*everyone, everyone[last]) for name, value in own.items()}
+        alone, floor = complete(InOneProcess(program)).result(), floor_of(program)
         if not exact(program, run):
-            tolerance = tolerance_of(alone, floor=floor_of(program))
-            if rounds or compare(tolerance):
+            tolerance = tolerance_of(alone, floor=floor)
+            if rounds or differences("one process", everything, alone, tolerance):
                 # An adaptive optimizer multiplies a difference in the last place of a gradient by lr / (sqrt(v) + eps), 5 at most
                 # here and 100 times that of SGD, and the next gradients are those of other weights.
-                others = (complete(Run(program, alone=True, noise=noise)).result() for noise in NOISES)
-                tolerance = tolerance_of(alone, others, floor_of(program))
-        failures += compare(tolerance)
+                others = (complete(InOneProcess(program, noise)).result() for noise in NOISES)
+                tolerance = tolerance_of(alone, others, floor)
+        failures += differences("one process", everything, alone, tolerance)
     tolerance = hc.broadcast_object(tolerance, 0, name="tolerance")
     if recomputed:
-        kept = complete(Run(program, recompute=False))
-        bound = tolerance if rounds else 0.0
-        failures += differences(
-            "without recomputation", (result, run.seen), (kept.result(), kept.seen), bound
+        compare(
+            "without recomputation", complete(Run(program, recompute=False)), tolerance if rounds else 0.0
         )
     return together(failures)
 
@@ -79,7 +83,7 @@ def resumes(program: Program) -> list[str]:
     for stop in range(1, len(program.steps)):
         again = complete(complete(part, stop).resumed())
         how = f"resumed after {stop} steps"
-        failures += differences(how, (whole.result(), whole.seen), (again.result(), again.seen), 0.0)
+        failures += differences(how, whole.result(), again.result(), losses=(whole.seen, again.seen))
         if again.reductions != whole.reductions[stop:]:
             failures.append(f"{how}: other reductions, {again.reductions} and {whole.reductions[stop:]}")
     return together(failures)
@@ -89,7 +93,7 @@ def complete(run: Run, stop: int = 0) -> Run:
     """Runs the steps that are left, or those before ``stop``."""
     for number in range(len(run.seen), stop or len(run.program.steps)):
         if run.alone or run.ranks[0] in run.program.present(number):
-            run.step(number)
+            run.step()
     if run.program.join and not run.alone:
         hc.join()
     return run
@@ -97,39 +101,40 @@ def complete(run: Run, stop: int = 0) -> Run:
 
 def exact(program: Program, run: Run) -> bool:
     """Whether ranks and one process round alike."""
+    kinds = {one.kind for one in program.passes}
     return not (
         program.ranks > 2
         or program.tensor > 1  # sums within layers
         or run.late
         or program.lossy
-        or program.master_weights
-        or program.sums_in_another_order
+        or program.reorders
         or "gradient_predivide_factor" in program.options
-        or (
-            program.stage > 1 and any(step.how == "clip" for step in program.steps)
-        )  # the norm is summed in another order
+        or (program.stage > 1 and program.clips)  # the norm is summed in another order
         or program.embedding == "sparse"  # entries are added up in another order
         # A unit adds up its parts of the gradient of an input first, as FSDP2 does; tanh has another part.
-        or (program.stage == 3 and any(one.kind == "penalty" for one in program.passes))
+        or (program.stage == 3 and "penalty" in kinds)
     )
 
 
 def floor_of(program: Program) -> float:
     """The least tolerance for weights of about 1."""
-    return LOSSY if program.lossy or program.master_weights else FLOOR
+    return LOSSY if program.lossy else FLOOR
 
 
-def tolerance_of(
-    alone: Mapping[str, Tensor], noisy: Iterable[Mapping[str, Tensor]] = (), floor: float = FLOOR
-) -> float:
+def weights_of(values: Values) -> dict[str, Tensor]:
+    """Without what belongs to a rank."""
+    return {name: value for name, value in values.items() if not name[0].isdigit()}
+
+
+def tolerance_of(alone: Values, noisy: Iterable[Values] = (), floor: float = FLOOR) -> float:
     """What roundings of gradients may do, found by experiment.
 
     A difference in the last place of a gradient grows from step to step. How much, depends on what is run. So one process runs it
     again, twice, with each gradient changed by up to one unit in the last place of its largest element, and compares.
     """
     # Weights of about 0.3 grow where gradients are never cleared.
-    weights = [value for name, value in alone.items() if not name[0].isdigit() and value.numel()]
-    tolerances = [floor * max(1.0, *(value.double().abs().max().item() for value in weights))]
+    weights = [value.double().abs().max().item() for value in weights_of(alone).values() if value.numel()]
+    tolerances = [floor * max(1.0, *weights)]
     tolerances += [MARGIN * distance(value, other[name]) for other in noisy for name, value in alone.items()]
     return max(tolerances)
 
@@ -151,11 +156,13 @@ def distance(value: Tensor, other: Tensor) -> float:
     return found if found == found else float("inf")
 
 
-def differences(what: str, ours: tuple[Any, Any], theirs: tuple[Any, Any], tolerance: float) -> list[str]:
-    """One sentence for the value that differs most, if it does by more than the tolerance (0: by a bit)."""
+def differences(
+    what: str, ours: Values, theirs: Values, tolerance: float = 0.0, losses: tuple[Any, Any] = ((), ())
+) -> list[str]:
+    """One sentence for the value that differs most, if it does by more than the tolerance (0: by a bit, or in the losses)."""
     largest, where = 0.0, ""
-    for name, value in ours[0].items():
-        other = theirs[0][name]
+    for name, value in ours.items():
+        other = theirs[name]
         if value.shape != other.shape or value.dtype is not other.dtype:
             return [f"{what}: {name} is of another shape or dtype"]
         found = distance(value, other)
@@ -163,6 +170,6 @@ def differences(what: str, ours: tuple[Any, Any], theirs: tuple[Any, Any], toler
             largest, where = found, name
     if where and largest > tolerance:
         return [f"{what}: {where} differs by {largest:.3g} (at most {tolerance:.3g})"]
-    if tolerance == 0.0 and str(ours[1]) != str(theirs[1]):
-        return [f"{what}: losses differ: {ours[1]} and {theirs[1]}"]
+    if tolerance == 0.0 and str(losses[0]) != str(losses[1]):
+        return [f"{what}: losses differ: {losses[0]} and {losses[1]}"]
     return []

@@ -10,7 +10,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from checking import (
@@ -23,16 +23,19 @@ from checking import (
     gather,
     together,
     tolerance_of,
+    weights_of,
 )
-from hand import FLAGS, GROUPS, IN_PLACE, READS, REPLACED, STATE, STATE_READ, WEIGHTS, WEIGHTS_READ, common
+from hand import ACTS, FLAGS, GROUPS, HOOKS, IN_PLACE, OF_GRADIENTS, READS, REPLACED, WEIGHTS, Key, common
 from interpreter import Run
 from programs import Act, Program
+from reference import InOneProcess
 from torch import Tensor
 
 import hvd_ckpt as hc
 
 OURS = str(Path(hc.__file__).parent)
-IN_STEP = (*READS, *IN_PLACE, *REPLACED)
+Acts = list[tuple[int, Act]]
+"""Acts with their steps."""
 
 
 class Outcome(NamedTuple):
@@ -47,8 +50,8 @@ class Outcome(NamedTuple):
     """
 
     values: dict[str, Tensor]
-    reads: dict[tuple[int, ...], Tensor]
-    refused: dict[tuple[int, ...], tuple[str, bool]]
+    reads: dict[Key, Tensor]
+    refused: dict[Key, tuple[str, bool]]
     error: tuple[str, bool] | None
     step: int
 
@@ -57,20 +60,17 @@ def check(program: Program) -> list[str]:
     """Runs a program on the ranks and in one process; returns what is wrong, the same on every rank. Collective."""
     outcome, performed = outcome_of(program)
     everyone = gather(outcome)
-    failures = list(_agreement(program, everyone))
-    failures += _reasons(program, everyone, performed)
+    failures = [*_agreement(program, everyone), *_reasons(program, everyone, performed)]
     if not failures and hc.rank() == 0 and not any(drifts(program, act) for _, act in performed):
         failures += _against_one_process(program, everyone)
     return together(failures)
 
 
-def outcome_of(program: Program) -> tuple[Outcome, list[tuple[int, Act]]]:
+def outcome_of(program: Program) -> tuple[Outcome, Acts]:
     """Runs a program to its end, or to the first error that a collective call raises."""
     run, error, values = Run(program), None, {}
     try:
-        for number in range(len(program.steps)):
-            run.step(number)
-        values = run.result()
+        values = complete(run).result()
     except Exception as raised:
         error = described(raised)
         if program.stage < 3:
@@ -88,75 +88,59 @@ def described(error: Exception) -> tuple[str, bool]:
     return f"{type(error).__name__}: {text}", ours
 
 
-def kind_of(error: tuple[str, bool]) -> str:
-    """An error's message without what differs between ranks."""
-    return re.sub(r"'[^']*'|\d+", "_", error[0].partition(": ")[2])[:80]
-
-
 # ---------------------------------------------------------------------------------- what the ranks have in common
 
 
 def _agreement(program: Program, everyone: list[Outcome]) -> list[str]:
-    kinds = {None if one.error is None else (kind_of(one.error), one.step) for one in everyone}
-    if len(kinds) > 1:
+    def kind_of(one: Outcome) -> str | None:
+        """An error without what differs between ranks."""
+        return one.error and re.sub(r"'[^']*'|\d+", "_", one.error[0].partition(": ")[2])[:80]
+
+    if len({(kind_of(one), one.step if one.error else 0) for one in everyone}) > 1:
         return [f"ranks differ: {[(one.error, one.step) for one in everyone]}"]
     failures = []
-    done: dict[tuple[int, ...], set[int]] = {}
-    for one in everyone:
-        for key in one.refused:
-            done.setdefault(key[1:], set()).add(key[0])
-    for (step, position, at), ranks in done.items():
+    for step, position, at in dict.fromkeys(key[1:] for one in everyone for key in one.refused):
         act = program.steps[step].acts[position]
-        before = [one for number in range(step + 1) for one in program.steps[number].acts]
+        ranks = {rank for rank, one in enumerate(everyone) if (rank, step, position, at) in one.refused}
+        before = [one for earlier in program.steps[: step + 1] for one in earlier.acts]
         alike = all(len(one.ranks) == program.ranks for one in before if one != act)
-        if alike and ranks != set(act.ranks) and act.kind not in STATE_READ:
+        if alike and ranks != set(act.ranks) and act.kind not in ("state_norm", "state_keys"):
             failures.append(f"refused on some ranks: {step} {act} parameter {at} on {sorted(ranks)} only")
-    if not any(drifts(program, act) for step in program.steps for act in step.acts):
-        first = {name: value for name, value in everyone[0].values.items() if not name[0].isdigit()}
-        for one in everyone[1:]:
-            if any(not torch.equal(value, one.values[name]) for name, value in first.items()):
-                failures.append("ranks end with different weights")
-                break
+    if not any(drifts(program, act) for act in program.acts):
+        weights = [weights_of(one.values) for one in everyone]
+        if any(not torch.equal(own[name], value) for own in weights for name, value in weights[0].items()):
+            failures.append("ranks end with different weights")
     return failures[:3]
 
 
-def _reasons(program: Program, everyone: list[Outcome], performed: list[tuple[int, Act]]) -> list[str]:
+def _reasons(program: Program, everyone: list[Outcome], performed: Acts) -> list[str]:
     failures = []
-    for one in everyone:
-        for key, error in one.refused.items():
-            act = program.steps[key[1]].acts[key[2]]
-            if not error[1]:
-                failures.append(f"unclear error: step {key[1]} {act}: {error[0][:300]}")
-            elif not may_refuse(program, key[1], act):
-                failures.append(f"refused without cause: step {key[1]} {act}: {error[0][:300]}")
-    error, step = everyone[0].error, everyone[0].step
+    for (_, step, position, _), error in [item for one in everyone for item in one.refused.items()]:
+        act = program.steps[step].acts[position]
+        if not error[1]:
+            failures.append(f"unclear error: step {step} {act}: {error[0][:300]}")
+        elif not may_refuse(program, step, act):
+            failures.append(f"refused without cause: step {step} {act}: {error[0][:300]}")
+    error, last = everyone[0].error, everyone[0].step
     if error is not None:
         causes = [
             act
             for number, act in performed
-            if may_refuse(program, number, act) and (number == step or act.kind not in IN_STEP)
+            if may_refuse(program, number, act) and (number == last or act.kind not in OF_GRADIENTS)
         ]
-        hooks = [hook for hook in program.hooks if may_refuse_hook(program, hook)]
-        if not all(one.error[1] for one in everyone if one.error is not None):
-            failures.append(f"unclear error: step {step}: {error[0][:400]}")
-        elif not causes and not hooks:
-            failures.append(f"error without cause: step {step}: {error[0][:400]}")
-        failures += [
-            f"silent: step {number} {act} (error in step {step})"
-            for number, act in performed
-            if number < step and must_refuse(program, number, act, everyone)
-        ]
-    else:
-        failures += [
-            f"silent: step {number} {act}"
-            for number, act in performed
-            if must_refuse(program, number, act, everyone)
-            or (
-                drifts(program, act)
-                and not freezes(program)
-                and not was_refused(program, number, act, everyone)
-            )
-        ]
+        if not all(one.error is None or one.error[1] for one in everyone):
+            failures.append(f"unclear error: step {last}: {error[0][:400]}")
+        elif not causes:
+            failures.append(f"error without cause: step {last}: {error[0][:400]}")
+    refused = {(key[1], program.steps[key[1]].acts[key[2]]) for one in everyone for key in one.refused}
+    silent = [
+        (number, act)
+        for number, act in performed
+        if (number, act) not in refused
+        if (number < last and must_refuse(program, number, act))
+        or (error is None and drifts(program, act) and not freezes(program))
+    ]
+    failures += [f"silent: step {number} {act} (steps: {last})" for number, act in silent]
     return failures[:4]
 
 
@@ -166,10 +150,9 @@ def _reasons(program: Program, everyone: list[Outcome], performed: list[tuple[in
 def steady(program: Program) -> bool:
     """Whether each parameter accumulates equally often in each step, so that nothing leaves before the last of its gradients."""
     counts = {len(own) for step in program.steps for own in step.passes}
-    kinds = {one.kind for one in program.passes}
-    acts = {act.kind for step in program.steps for act in step.acts}
+    plain = all(one.kind == "plain" for one in program.passes)
     events = any(step.events for step in program.steps)
-    return len(counts) == 1 and kinds <= {"plain"} and not events and not acts & set(FLAGS)
+    return len(counts) == 1 and plain and not events and not any(act.kind in FLAGS for act in program.acts)
 
 
 def may_be_in_flight(program: Program, number: int, act: Act) -> bool:
@@ -183,78 +166,53 @@ def may_be_in_flight(program: Program, number: int, act: Act) -> bool:
 
 def may_refuse(program: Program, number: int, act: Act) -> bool:
     """Whether an error is an answer to an act: a race with stock Horovod, or half of what is in shards."""
+    kind, place, step, stage = act.kind, act.place, program.steps[number], program.stage
+    zeroed = step.clear in ("zero", "model_zero", "never") or any(
+        one.kind == "optimizer_zeros" for one in step.acts
+    )
+    shards = stage > 1 and (place in ("synchronized", "step") or (place == "cleared" and zeroed))
+    flying = may_be_in_flight(program, number, act)
     if drifts(program, act):
         return True
-    kind, place, step = act.kind, act.place, program.steps[number]
-    shards = program.stage > 1 and (
-        place in ("synchronized", "step")
-        or (place == "cleared" and (step.clear in ("zero", "model_zero", "never") or _zeroed(step)))
-    )
-    flying = may_be_in_flight(program, number, act)
     if kind in READS:
-        if kind == "dot" and program.stage == 3:
-            return True
-        return kind != "is_none" and (flying or shards)
+        return (kind == "dot" and stage == 3) or (kind != "is_none" and (flying or shards))
     if kind == "optimizer_zeros":
         return place in ("pass", "backward")  # as in Horovod
     if kind in IN_PLACE:
         return flying or shards or (place == "backward" and program.ranks > 1)
     if kind in REPLACED:
-        reads = kind in ("doubled", "cloned", "swapped", "data_set", "collect")
-        if reads and shards:
-            return True
-        drops = kind in ("dropped", "model_none") and len(act.ranks) == program.ranks
-        if drops and place == "backward":
+        if shards and kind in ("doubled", "cloned", "swapped", "data_set", "collect"):
+            return True  # they read
+        if kind in ("dropped", "model_none") and place == "backward" and len(act.ranks) == program.ranks:
             return False
-        return flying or (program.stage > 1 and place == "synchronized")
-    if kind in (*WEIGHTS, *WEIGHTS_READ):
-        return program.stage == 3 and not act.within and kind != "evaluate"
-    if kind in (*STATE, *STATE_READ):
-        return program.stage > 0 and kind != "state_load" and act.through != "pieces"
-    if kind in FLAGS:
-        return len(act.ranks) < program.ranks
-    return False
+        return flying or (stage > 1 and place == "synchronized")
+    if kind in ACTS["weights"]:
+        return stage == 3 and not act.within and kind != "evaluate"
+    if kind in ACTS["state"]:
+        return stage > 0 and kind != "state_load" and act.through != "pieces"
+    if kind in HOOKS:
+        if kind == "pre_mul" or (program.ranks == 1 and stage < 2):
+            return False
+        # One that comes before the optimizer's is refused where it would find the last part of a gradient alone.
+        several = stage > 1 and any(len(own) > 1 for one in program.steps for own in one.passes)
+        return place == "wrapped" or several or not steady(program)
+    return kind in FLAGS and len(act.ranks) < program.ranks
 
 
-def _zeroed(step: Any) -> bool:
-    return any(act.kind == "optimizer_zeros" for act in step.acts)
-
-
-def may_refuse_hook(program: Program, hook: tuple[str, int, bool]) -> bool:
-    kind, _, before = hook
-    if kind == "pre_mul" or (program.ranks == 1 and program.stage < 2):
-        return False
-    # One that comes before the optimizer's is refused where it would find the last part of a gradient alone.
-    several = program.stage > 1 and any(len(own) > 1 for step in program.steps for own in step.passes)
-    return not before or several or not steady(program)
-
-
-def must_refuse(program: Program, number: int, act: Act, everyone: list[Outcome]) -> bool:
+def must_refuse(program: Program, number: int, act: Act) -> bool:
     """Whether a gradient was changed in place between ``backward()`` and ``synchronize()``, as by torch's clipping."""
-    if program.ranks == 1 or act.place != "backward" or act.kind not in IN_PLACE:
+    step = program.steps[number]
+    if program.ranks == 1 or act.place != "backward" or act.kind not in IN_PLACE or not any(step.passes):
         return False
-    if not any(program.steps[number].passes):
-        return False  # there may be no gradients
     if act.kind in ("data_mul_", "model_zeros", "optimizer_zeros", "index"):
         return (
             False  # no version tells of the first; the others drop gradients, or may find nothing to write to
         )
-    later = [
-        one
-        for one in program.steps[number].acts
-        if one.place == "backward" and one.kind in (*REPLACED, *IN_PLACE)
-    ]
-    if len(later) > 1 or act.targets or program.hooks:
+    changes = [one for one in step.acts if one.place == "backward" and one.kind in (*REPLACED, *IN_PLACE)]
+    if len(changes) > 1 or act.targets or any(one.kind in HOOKS for one in program.acts):
         return False  # the gradient may have been replaced, or be none
-    frozen = any(one.kind in FLAGS for step in program.steps for one in step.acts) or any(
-        event[0] == "freeze" for step in program.steps for event in step.events
-    )
-    return not frozen and not was_refused(program, number, act, everyone)
-
-
-def was_refused(program: Program, number: int, act: Act, everyone: list[Outcome]) -> bool:
-    keys = {key for one in everyone for key in one.refused if key[1] == number}
-    return any(program.steps[number].acts[key[2]] == act for key in keys)
+    events = [event[0] for step in program.steps for event in step.events]
+    return "freeze" not in events and not any(one.kind in FLAGS for one in program.acts)
 
 
 def drifts(program: Program, act: Act) -> bool:
@@ -265,22 +223,21 @@ def drifts(program: Program, act: Act) -> bool:
 
 def freezes(program: Program) -> bool:
     """Whether parameters are frozen. Ranks may differ in these, also where a gradient that was not cleared moves them still."""
-    return any(act.kind == "freeze" for step in program.steps for act in step.acts)
+    return any(act.kind == "freeze" for act in program.acts)
 
 
 # ---------------------------------------------------------------------------------- one process
 
 
 def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]:
-    refused = {key for one in everyone for key in one.refused}
-    left_out = set(refused)
-    for _, step, position, at in refused:
+    left_out = {key for one in everyone for key in one.refused}
+    for _, step, position, at in list(left_out):
         act = program.steps[step].acts[position]
         if common(act):
             left_out.add((act.ranks[0], step, position, at))
 
     def run(noise: int = 0) -> Run:
-        return complete(Run(program, alone=True, noise=noise, refused=left_out))
+        return complete(InOneProcess(program, noise, left_out))
 
     alone = run()
     return _differ(program, everyone, alone) and _differ(program, everyone, alone, list(map(run, NOISES)))
@@ -291,26 +248,26 @@ def _differ(program: Program, everyone: list[Outcome], alone: Run, noisy: Sequen
     result, floor = alone.result(), floor_of(program)
     least = tolerance_of(result, floor=floor)
     failures = []
-    for rank, one in enumerate(everyone):
-        for key, value in one.reads.items():
-            if one.error is not None and key[1] >= one.step:
-                continue
-            wanted = alone.hand.reads.get(key)
-            if wanted is None:
-                failures.append(f"one process has not read {key} on rank {rank}")
-                continue
-            size = max(1.0, abs(wanted.item()))
-            bound = max(
-                [least * size, *(MARGIN * distance(wanted, other.hand.reads[key]) for other in noisy)]
+    ended = [one.step if one.error else len(program.steps) for one in everyone]
+    reads = {
+        key: value for one, end in zip(everyone, ended) for key, value in one.reads.items() if key[1] < end
+    }
+    for key, value in reads.items():
+        rank, step, position, at = key
+        wanted = alone.hand.reads.get(key)
+        if wanted is None:
+            failures.append(f"one process has not read {key}")
+            continue
+        bounds = [MARGIN * distance(wanted, other.hand.reads[key]) for other in noisy]
+        bound = max([least * max(1.0, abs(wanted.item())), *bounds])
+        if not distance(value, wanted) <= bound and str(value.item()) != str(wanted.item()):
+            act = "hook" if position < 0 else program.steps[step].acts[position]
+            failures.append(
+                f"reads something else: step {step} {act} parameter {at} on rank {rank}: "
+                f"{value.item():.6g}, one process {wanted.item():.6g}"
             )
-            if not distance(value, wanted) <= bound and str(value.item()) != str(wanted.item()):
-                act = "hook" if key[2] < 0 else program.steps[key[1]].acts[key[2]]
-                failures.append(
-                    f"reads something else: step {key[1]} {act} parameter {key[3]} on rank {rank}: "
-                    f"{value.item():.6g}, one process {wanted.item():.6g}"
-                )
     if everyone[0].error is None:
         tolerance = tolerance_of(result, [other.result() for other in noisy], floor)
         everything = {name: value for one in everyone for name, value in one.values.items()}
-        failures += differences("one process", (everything, []), (result, []), tolerance)
+        failures += differences("one process", everything, result, tolerance)
     return failures[:3]

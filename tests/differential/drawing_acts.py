@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
+from dataclasses import replace
 from typing import Any
 
 from drawing import Draw
-from hand import ACTS, FLAGS, IN_PLACE, READS, REPLACED, WEIGHTS, WEIGHTS_READ
-from programs import ELEMENTWISE, REENTRANT, Act, Block, Pass, Program, Segment, Step
-
-SIMPLE = ("linear", "linear", "deep", "norm", "dropout", "scale", "branch", "unused", "frozen")
-SIMPLE_RECOMPUTE = (
-    "keep", "keep", "hc", "torch", "sequential", "module", "hc_reentrant", "torch_reentrant", "function",
-)  # fmt: skip
+from hand import ACTS, FLAGS, HOOKS, OF_GRADIENTS, READS, WEIGHTS, WEIGHTS_READ
+from models import OPTIMIZERS
+from programs import REENTRANT, Act, Program, Step
 
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
@@ -22,43 +17,22 @@ def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
 
 
 class DrawActs(Draw):
-    def __init__(self, seed: int, ranks: int) -> None:
-        self.seed, self.ranks, self.tensor = seed, ranks, 1
-        self.dice = random.Random(f"acts {seed} {ranks}")
-        self.choose = self.dice.choice
-        self.stage = self.choose([0, 0, 0, 1, 1, 2, 3, 3])
-        self.embedding = self.choose(["", "", "", "dense"])
-        self.optimizer = self.choose(ELEMENTWISE)
-        self.lbfgs = False
-        self.half = self.chance(0.08)
-        self.scaler = self.chance(0.15)
-        self.segments = self.draw_segments()
-        if all(block.kind == "frozen" for block in self.blocks):
-            self.segments.append(Segment((Block("linear"),)))
-        self.draw_owners()
-        self.families = [self.choose(list(ACTS)) for _ in range(self.choose([1, 1, 2, 3]))]
-        if "flags" in self.families:
-            self.embedding = ""  # frozen, it would leave reentrant regions without gradients
-        self.scaler &= "flags" not in self.families  # it raises where there is no gradient at all
-        self.everywhere = self.chance(0.6)  # all ranks do the same
+    counts, own_counts = (1, 2, 3), (1, 1, 2)
+    kinds = ("linear", "linear", "deep", "norm", "dropout", "scale", "branch", "unused", "frozen")
+    ways = ("hc", "torch", "sequential", "module", "hc_reentrant", "torch_reentrant", "function")
+    half_dtypes = ("bfloat16",)
+    again, double = 0.1, 0.0
 
-    def draw_segments(self) -> list[Segment]:
-        segments, linears, blocks = [], [], 0
-        for _ in range(self.choose([1, 2, 3])):
-            own = []
-            for _ in range(self.choose([1, 1, 2])):
-                kind, of, dtype = self.choose(SIMPLE), -1, "float32"
-                if self.half and kind in ("linear", "deep", "scale", "branch") and self.chance(0.5):
-                    dtype = "bfloat16"
-                if linears and self.chance(0.1):
-                    kind = self.choose(["again", "tied"])
-                    of, dtype = self.choose(linears)
-                elif kind == "linear":
-                    linears.append((blocks, dtype))
-                own.append(Block(kind, dtype, of))
-                blocks += 1
-            segments.append(Segment(tuple(own), self.choose(SIMPLE_RECOMPUTE)))
-        return segments
+    def draw_features(self) -> None:
+        self.stage = self.choose([0, 0, 0, 1, 1, 2, 3, 3])
+        self.optimizer = self.choose(list(OPTIMIZERS)[:-1])
+        self.families = [self.choose(list(ACTS)) for _ in range(self.choose([1, 1, 2, 3]))]
+        freezes = "flags" in self.families
+        # A frozen embedding leaves reentrant regions without gradients; a scaler raises where there is none at all.
+        self.embedding = "" if freezes else self.choose(["", "", "", "dense"])
+        self.scaler = not freezes and self.chance(0.15)
+        self.half, self.lbfgs, self.stateful, self.carried = self.chance(0.08), False, False, 0.0
+        self.everywhere = self.chance(0.6)  # all ranks do the same
 
     def draw_owners(self) -> None:
         super().draw_owners()
@@ -69,49 +43,37 @@ class DrawActs(Draw):
         super().draw_habits()
         self.clear = self.choose(["none", "none", "zero", "plain", "model", "mixed"])
         self.usual = self.choose([1, 1, 2, 3])
-        self.varying, self.partial, self.traps, self.closures = self.chance(0.1), False, False, False
-        self.kinds = ["plain"] if self.chance(0.8) else ["plain", "two_forwards"]
-        self.alike, self.by_hand, self.drops, self.skips, self.writes = True, False, False, False, False
+        self.kinds_of_passes = ["plain"] if self.chance(0.8) else ["plain", "two_forwards"]
+        self.alike, self.varying = True, self.chance(0.1)
+        self.partial = self.traps = self.overflows = self.closures = False
+        self.by_hand = self.drops = self.skips = False
         self.eventful = self.chance(0.2)
-        self.restores = self.restores and self.eventful
         self.surgery = "replaced" in self.families and self.chance(0.3)
-
-    def draw_passes(self) -> tuple[tuple[Pass, ...], ...]:
-        return tuple(
-            tuple(dataclasses.replace(one, overflow=False) for one in own) for own in super().draw_passes()
-        )
 
     def draw_events(self, number: int, pending: bool) -> list[tuple[Any, ...]]:
         return super().draw_events(number, pending) if self.eventful else []
 
-    def draw_how(self, clear: str) -> str:
+    def draw_how(self) -> str:
         return self.choose(["step", "step", "synchronize", "clip"])
 
     def draw_steps(self) -> list[Step]:
-        steps = super().draw_steps()
-        acted = [
-            dataclasses.replace(step, acts=tuple(self.draw_acts(number, step)))
-            for number, step in enumerate(steps)
-        ]
-        if self.ranks > 1 and self.chance(0.06):
-            acted = self.with_drift(acted)
-        return acted
+        steps = [replace(step, acts=tuple(self.draw_acts(step))) for step in super().draw_steps()]
+        return self.with_drift(steps) if self.ranks > 1 and self.chance(0.06) else steps
 
-    def draw_acts(self, number: int, step: Step) -> list[Act]:
+    def draw_acts(self, step: Step) -> list[Act]:
         acts: list[Act] = []
-        passes = len(step.passes[0])
+        passes, everyone = len(step.passes[0]), tuple(range(self.ranks))
         if self.surgery:
-            everyone = tuple(range(self.ranks))
             acts += [
                 Act("collect", "pass", everyone, part=part, pause=self.choose([0.0, 0.01]))
                 for part in range(passes)
             ]
             acts.append(Act("combine", "backward", everyone))
-        if self.chance(0.4):
-            return acts
-        return acts + [self.draw_act(step, passes) for _ in range(self.choose([1, 1, 2, 3]))]
+        if self.chance(0.6):
+            acts += [self.draw_act(step, passes, everyone) for _ in range(self.choose([1, 1, 2, 3]))]
+        return acts
 
-    def draw_act(self, step: Step, passes: int) -> Act:
+    def draw_act(self, step: Step, passes: int, ranks: tuple[int, ...]) -> Act:
         family = self.choose(self.families)
         kind = self.choose(list(ACTS[family]))
         if self.optimizer == "adagrad" and kind in ("state_pop", "state_empty", "state_clear"):
@@ -126,48 +88,40 @@ class DrawActs(Draw):
             place = "step"  # clears what the step would use
         if kind == "kept":  # of a gradient that a later step does not change
             place, kind = "step", kind if self.clear in ("none", "plain", "model") else "norm"
-        part = self.dice.randrange(max(1, passes - 1)) if place == "pass" else 0
-        ranks = tuple(range(self.ranks))
-        mine = (*READS, *WEIGHTS_READ) if place == "synchronized" else (*READS, *IN_PLACE, *REPLACED, *FLAGS)
-        if (
-            not self.everywhere
-            and kind in mine
-            and kind not in ("evaluate", "optimizer_zeros")
-            and self.chance(0.6)
-        ):
+        own = (*READS, *WEIGHTS_READ) if place == "synchronized" else (*OF_GRADIENTS, *FLAGS)
+        alone = kind in own and kind not in ("evaluate", "optimizer_zeros") and self.chance(0.6)
+        if alone and not self.everywhere:
             ranks = (self.dice.randrange(self.ranks),)
-        targets = tuple(self.dice.randrange(1000) for _ in range(self.choose([0, 1, 1, 2, 3])))
-        through = "groups" if self.chance(0.4) else "module"
-        writes = family == "weights"
-        within = (
-            writes and self.stage > 0 and kind != "evaluate" and self.chance(0.7 if self.stage == 3 else 0.15)
+        often = {0: 0.0, 3: 0.7}.get(self.stage, 0.15)
+        return Act(
+            kind,
+            place,
+            ranks,
+            targets=tuple(self.dice.randrange(1000) for _ in range(self.choose([0, 1, 1, 2, 3]))),
+            part=self.dice.randrange(max(1, passes - 1)) if place == "pass" else 0,
+            through="groups" if self.chance(0.4) else "module",
+            within=family == "weights" and kind != "evaluate" and self.chance(often),
+            value=self.choose([1.5, 3.0]),
+            pause=self.choose([0.0, 0.0, 0.01]),
         )
-        value = self.choose([1.5, 3.0])
-        return Act(kind, place, ranks, targets, part, through, within, value, self.choose([0.0, 0.0, 0.01]))
 
     def with_drift(self, steps: list[Step]) -> list[Step]:
         """One more act, of one rank alone, that gives it other weights."""
         rank, number = self.dice.randrange(self.ranks), self.choose([1, 2])
         kinds = [kind for kind in WEIGHTS if kind not in ("average", "away", "back")]
-        if self.stage == 0:
-            kinds += ["lr"]
+        kinds += ["lr"] * (self.stage == 0)
         act = Act(self.choose(kinds), "step", (rank,), within=self.stage == 3 and self.chance(0.7))
-        plain = dataclasses.replace(steps[number], events=(), acts=(), clear="none", how="step")
-        steps = [*steps[:number], dataclasses.replace(steps[number], acts=(*steps[number].acts, act))]
-        return [*steps, *[plain] * 5]
+        drifted = replace(steps[number], acts=(*steps[number].acts, act))
+        plain = replace(steps[number], events=(), acts=(), clear="none", how="step")
+        return [*steps[:number], drifted, *[plain] * 5]
 
     def program(self) -> Program:
         program = super().program()
-        hooks = ()
-        once = not any(block.kind in ("again", "tied") for block in self.blocks)
-        if (
-            once
-            and not any(one.recompute in (*REENTRANT, "function") for one in self.segments)
-            and self.chance(0.15)
-        ):
-            kinds = ["pre_mul", "post_mul", "post_replace", "post_read"]
-            hooks = tuple(
-                (self.choose(kinds), self.dice.randrange(1000), self.chance(0.5))
-                for _ in range(self.choose([1, 2]))
-            )
-        return dataclasses.replace(program, hooks=hooks, resume=0, default_dtype="float32")
+        once = all(block.kind not in ("again", "tied") for block in self.blocks)
+        if once and not program.recomputed_as("function", *REENTRANT) and self.chance(0.15):
+            kind, place = self.choose(list(HOOKS)), self.choose(["unwrapped", "wrapped"])
+            targets = tuple(self.dice.randrange(1000) for _ in range(self.choose([1, 2])))
+            hooks = Act(kind, place, tuple(range(self.ranks)), targets)
+            first, *others = program.steps
+            program = replace(program, steps=(replace(first, acts=(hooks, *first.acts)), *others))
+        return replace(program, resume=0, default_dtype="float32")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from layers import VOCABULARY, WIDTH
 from programs import Act
-from stateful import VOCABULARY, WIDTH
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.gradients import has_values
@@ -26,13 +26,7 @@ from hvd_ckpt.reduction.gradients import has_values
 Key = tuple[int, ...]
 """Of an operation: rank, step, position of the act, position of the parameter."""
 
-MOMENTS = {
-    "momentum": ("momentum_buffer",),
-    "nesterov": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "rmsprop": ("square_avg",),
-}
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "square_avg")  # in the state of optimizers
 
 
 @dataclasses.dataclass
@@ -66,11 +60,31 @@ class On:
         return [parameter.grad for parameter in self.targets if parameter.grad is not None]
 
     @property
+    def optimizer(self) -> Any:
+        return self.run.optimizers[0]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
     def state(self) -> Any:
-        return self.run.optimizers[0].state
+        return self.optimizer.state
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        return [value for value in self.state[self.parameter].values() if isinstance(value, Tensor)]
 
     def replace(self, gradient: Tensor | None) -> None:
         self.parameter.grad = gradient
+
+    def add_hook(self, change: Callable[[Tensor], Any]) -> None:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                change(parameter)
+
+        if self.parameter.requires_grad:
+            self.parameter.register_post_accumulate_grad_hook(hook)
 
     def random(self, like: Tensor) -> Tensor:
         values = torch.randn(like.shape, generator=self.generator, dtype=torch.float32)
@@ -100,32 +114,37 @@ def _combine(on: On) -> None:
         on.replace(sum(found[1:], found[0]))
 
 
-def _zero_grad(on: On) -> None:
-    run, kind = on.run, on.act.kind
-    if kind != "optimizer_zeros":
-        # One that raises must have no effect, also where gradients before it have values.
-        for parameter in run.model.parameters() if kind == "model_zeros" else ():
-            if parameter.grad is not None and not has_values(parameter.grad):
-                parameter.grad.zero_()
-        run.model.zero_grad(set_to_none=kind == "model_none")
-    elif run.alone:
-        run.clear_gradients([p for group in run.groups[0] for p in group], "zero")
-    else:
-        run.optimizers[0].zero_grad(set_to_none=False)
+def _read_in_hook(on: On) -> None:
+    hand = weakref.proxy(on.run.hand)  # a cycle through the hooks of a parameter is never collected
+    number = on.at
+
+    def read(parameter: Tensor) -> None:
+        key = (hand.run.rank, len(hand.run.seen), -1, number)
+        before = hand.reads.get(key, torch.zeros((), dtype=torch.float64))
+        hand.reads[key] = before + parameter.grad.double().norm()
+
+    on.add_hook(read)
+
+
+def _model_zeros(on: On) -> None:
+    # One that raises must have no effect, also where gradients before it have values.
+    for parameter in on.run.parameters:
+        if parameter.grad is not None and not has_values(parameter.grad):
+            parameter.grad.zero_()
+    on.run.model.zero_grad(set_to_none=False)
 
 
 def _swapped(on: On) -> None:
     first = on.targets[0]
-    same = [
-        p for p in on.targets[1:] or on.run.parameters if p.shape == first.shape and p.dtype is first.dtype
-    ]
-    other = next((p for p in same if p is not first), first)
+    others = on.targets[1:] or on.run.parameters
+    same = [p for p in others if p.shape == first.shape and p.dtype is first.dtype and p is not first]
+    other = same[0] if same else first
     first.grad, other.grad = other.grad, first.grad
 
 
 def _vector(on: On) -> Any:
-    kind = on.targets[0].dtype
-    return nn.utils.parameters_to_vector([p for p in on.targets if p.dtype is kind]).norm()
+    dtype = on.targets[0].dtype
+    return nn.utils.parameters_to_vector([p for p in on.targets if p.dtype is dtype]).norm()
 
 
 def _state_dict(on: On) -> Any:
@@ -134,15 +153,15 @@ def _state_dict(on: On) -> Any:
 
 
 def _evaluate(on: On) -> Any:
-    run = on.run
+    model, program = on.run.model, on.run.program
     x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float32).view(2, WIDTH)
-    if run.program.embedding:
+    if program.embedding:
         x = torch.arange(6).view(2, 3) % VOCABULARY
-    run.model.eval()
+    model.eval()
     try:
-        return run.model(x, range(len(run.program.segments))).double().norm()
+        return model(x, range(len(program.segments))).double().norm()
     finally:
-        run.model.train()
+        model.train()
 
 
 def _load_model(on: On) -> None:
@@ -171,61 +190,30 @@ def _back(on: On) -> None:
         on.parameter.copy_(kept)
 
 
-def _state_norm(on: On) -> Any:
-    values = [value for value in on.state[on.parameter].values() if isinstance(value, Tensor)]
-    return sum(value.double().norm().item() for value in values)
-
-
-def _state_zero(on: On) -> None:
-    for value in on.state[on.parameter].values():
-        if isinstance(value, Tensor):
-            value.zero_()
-
-
 def _state_set(on: On) -> None:
     parameter = on.parameter
     values = torch.linspace(0.0, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
-    for name in MOMENTS.get(on.run.program.optimizer, ()):
+    for name in MOMENTS:
         if name in on.state[parameter]:
             on.state[parameter][name] = values.clone()
 
 
-def _state_load(on: On) -> None:
-    optimizer = on.run.optimizers[0]
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 def _state_foreach(on: On) -> None:
-    values = [
-        value
-        for one in on.targets
-        for value in on.state[one].values()
-        if isinstance(value, Tensor) and value.dim()
-    ]
+    states = [on.state[parameter].values() for parameter in on.targets]
+    values = [value for own in states for value in own if isinstance(value, Tensor) and value.dim()]
     if values:
         torch._foreach_zero_(values)
 
 
-def _reduction(on: On) -> None:
+def _reset(on: On) -> None:
     """Drops all gradients, whether they have left or not."""
-    run, optimizer = on.run, on.run.optimizers[0]
-    if run.alone:
-        run.clear_gradients(run.parameters, "none")
-    elif on.act.kind == "reset":
-        optimizer.reset_reduction()
-    else:
-        optimizer.load_reduction_state_dict(optimizer.reduction_state_dict())
-    assert run.alone or all(parameter.grad is None for parameter in run.parameters)
+    on.optimizer.reset_reduction()
+    assert all(parameter.grad is None for parameter in on.run.parameters)
 
 
-def _group(on: On) -> None:
-    for group in on.run.optimizers[0].param_groups:
-        if on.act.kind == "lr":
-            group["lr"] /= on.act.value
-        elif on.act.kind == "weight_decay" and on.act.kind in group:
-            group["weight_decay"] = 0.1
-        elif on.act.kind == "momentum" and group.get("momentum"):
-            group["momentum"] = 0.5
+def _load_order(on: On) -> None:
+    on.optimizer.load_reduction_state_dict(on.optimizer.reduction_state_dict())
+    assert all(parameter.grad is None for parameter in on.run.parameters)
 
 
 # ---------------------------------------------------------------------------------- all operations, in an order that seeds rely on
@@ -255,8 +243,8 @@ IN_PLACE: Table = {
     "clip_norm": lambda on: nn.utils.clip_grad_norm_(on.targets, 0.01),
     "clip_value": lambda on: nn.utils.clip_grad_value_(on.targets, 0.01) if on.gradients else None,
     "data_mul_": lambda on: on.gradient.data.mul_(on.act.value),
-    "model_zeros": _zero_grad,
-    "optimizer_zeros": _zero_grad,
+    "model_zeros": _model_zeros,
+    "optimizer_zeros": lambda on: on.optimizer.zero_grad(set_to_none=False),
 }
 REPLACED: Table = {
     "doubled": lambda on: on.replace(on.gradient * on.act.value),
@@ -267,7 +255,7 @@ REPLACED: Table = {
     "swapped": _swapped,
     "data_set": lambda on: setattr(on.gradient, "data", on.gradient.data * on.act.value),
     "dropped": lambda on: on.replace(None),
-    "model_none": _zero_grad,
+    "model_none": lambda on: on.run.model.zero_grad(),
     "collect": _collect,
     "combine": _combine,
 }
@@ -292,25 +280,35 @@ WEIGHTS: Table = {
     "back": _back,
 }
 STATE_READ: Table = {
-    "state_norm": _state_norm,
+    "state_norm": lambda on: sum(value.double().norm().item() for value in on.state_tensors),
     "state_keys": lambda on: sum(map(len, on.state[on.parameter])),
 }
 STATE: Table = {
-    "state_zero_": _state_zero,
+    "state_zero_": lambda on: [value.zero_() for value in on.state_tensors],
     "state_set": _state_set,
     "state_pop": lambda on: on.state.pop(on.parameter, None),
     "state_empty": lambda on: on.state.__setitem__(on.parameter, {}),
     "state_clear": lambda on: on.state.clear(),
-    "state_load": _state_load,
+    "state_load": lambda on: on.optimizer.load_state_dict(on.optimizer.state_dict()),
 }
 UNDRAWN: Table = {
-    "state_new": lambda on: setattr(on.run.optimizers[0], "state", defaultdict(dict)),
+    "state_new": lambda on: setattr(on.optimizer, "state", defaultdict(dict)),
     "state_foreach_zero_": _state_foreach,
-    "reset": _reduction,
-    "order": _reduction,
-    "passes": lambda on: None if on.run.alone else on.run.optimizers[0].set_backward_passes_per_step(2),
+    "reset": _reset,
+    "order": _load_order,
+    "passes": lambda on: on.optimizer.set_backward_passes_per_step(2),
 }
-GROUPS: Table = dict.fromkeys(("lr", "weight_decay", "momentum"), _group)
+GROUPS: Table = {
+    "lr": lambda on: [group.update(lr=group["lr"] / on.act.value) for group in on.groups],
+    "weight_decay": lambda on: [one.update(weight_decay=0.1) for one in on.groups if "weight_decay" in one],
+    "momentum": lambda on: [group.update(momentum=0.5) for group in on.groups if group.get("momentum")],
+}
+HOOKS: Table = {
+    "pre_mul": lambda on: on.parameter.requires_grad and on.parameter.register_hook(lambda g: g * 0.6),
+    "post_mul": lambda on: on.add_hook(lambda parameter: parameter.grad.mul_(0.6)),
+    "post_replace": lambda on: on.add_hook(lambda one: setattr(one, "grad", one.grad * 0.6)),
+    "post_read": _read_in_hook,
+}
 FLAGS: Table = {
     "freeze": lambda on: on.parameter.requires_grad_(False),
     "unfreeze": lambda on: on.parameter.requires_grad_(),
@@ -324,20 +322,21 @@ ACTS: dict[str, Table] = {
     "groups": GROUPS,
     "flags": FLAGS,
 }
-OPERATIONS = {kind: operation for table in (*ACTS.values(), UNDRAWN) for kind, operation in table.items()}
+OPERATIONS = dict(item for table in (*ACTS.values(), HOOKS, UNDRAWN) for item in table.items())
 READING = {*READS, *WEIGHTS_READ, *STATE_READ, "average"}
 OF_ALL = {  # of an act's parameters at once
     "total_norm", "foreach_mul_", "clip_norm", "clip_value", "model_zeros", "model_none", "optimizer_zeros", "swapped", "vector",
     "state_dict", "evaluate", "load_model", "weight_foreach", "state_clear", "state_load", *UNDRAWN, *GROUPS,
 }  # fmt: skip
-# What is done also where there is none.
-WITHOUT_GRADIENT = {"is_none", "random", "dropped", "collect", "combine", "kept"}
-_OF_RANKS = {*READS, *IN_PLACE, *REPLACED, *FLAGS}
+OF_GRADIENTS = (*READS, *IN_PLACE, *REPLACED)
+# Done also where there is no gradient.
+WITHOUT_ONE = ("is_none", "random", "dropped", "collect", "combine", "kept")
 
 
 def common(act: Act) -> bool:
     """Whether an act is on what all ranks have in common: weights, state, reduced gradients. One process then performs it once."""
-    return act.kind not in _OF_RANKS or act.kind == "optimizer_zeros" or act.place == "synchronized"
+    of_ranks = act.kind in (*OF_GRADIENTS, *FLAGS) and act.kind != "optimizer_zeros"
+    return not of_ranks or act.place == "synchronized"
 
 
 class Hand:
@@ -345,7 +344,7 @@ class Hand:
 
     Args:
         run: a :class:`interpreter.Run`.
-        refused: operations that are left out.
+        left_out: operations that are left out.
 
     Attributes:
         done: the acts that were begun, with their steps.
@@ -353,8 +352,8 @@ class Hand:
         refused: the error of each operation that raised one.
     """
 
-    def __init__(self, run: Any, refused: Container[Key]) -> None:
-        self._run, self._left_out = run, refused
+    def __init__(self, run: Any, left_out: Container[Key]) -> None:
+        self.run, self._left_out = run, left_out
         self.done: list[tuple[int, Act]] = []
         self.reads: dict[Key, Tensor] = {}
         self.refused: dict[Key, Exception] = {}
@@ -362,95 +361,50 @@ class Hand:
 
     def act(self, number: int, place: str, part: int = 0) -> None:
         """Performs the acts of a step at a place."""
-        run = self._run
+        run = self.run
         for position, act in enumerate(run.program.steps[number].acts):
-            if act.place != place or act.part != part:
+            if (act.place, act.part) != (place, part):
                 continue
             self.done.append((number, act))
-            if not run.alone:
-                time.sleep(act.pause)
-            whole = contextlib.nullcontext()
-            if act.within and not run.alone:
-                whole = run.optimizers[0].gathered_parameters()
-            with whole:
-                if not run.alone:
-                    if run.rank in act.ranks:
-                        self._perform((run.rank, number, position), act)
-                elif not common(act):
-                    for rank in act.ranks:
+            time.sleep(0.0 if run.alone else act.pause)
+            with run.optimizers[0].gathered_parameters() if act.within else contextlib.nullcontext():
+                if run.alone and common(act):
+                    self._perform(act, act.ranks, number, position)
+                    continue
+                for rank in act.ranks:
+                    if rank in run.ranks:
                         with run.as_rank(rank):
-                            self._perform((rank, number, position), act)
-                else:
-                    self._perform((act.ranks[0], number, position), act)
-                    for key, value in list(self.reads.items()):
-                        if key[:3] == (act.ranks[0], number, position):
-                            self.reads.update({(rank, *key[1:]): value for rank in act.ranks})
+                            self._perform(act, (rank,), number, position)
 
-    def _perform(self, key: Key, act: Act) -> None:
-        on = On(self._run, act, self._targets(act), self._kept)
-        if act.kind in OF_ALL:
-            self._try((*key, 0), on)
-            return
-        for at in range(len(on.targets)):
-            own = 0 if common(act) else key[0]
-            generator = torch.Generator().manual_seed(10_000 * own + 1000 * key[1] + 100 * key[2] + at)
-            self._try((*key, at), dataclasses.replace(on, at=at, generator=generator))
-
-    def _try(self, key: Key, on: On) -> None:
-        kind = on.act.kind
-        of_gradient = kind in (*READS, *IN_PLACE, *REPLACED) and kind not in (*OF_ALL, *WITHOUT_GRADIENT)
-        if key in self._left_out or (of_gradient and on.gradient is None):
-            return
-        try:
-            with torch.no_grad() if kind in ACTS["weights"] else contextlib.nullcontext():
-                value = OPERATIONS[kind](on)
-        except Exception as error:
-            if self._run.alone:
-                raise
-            self.refused[key] = error
-            return
-        if kind in READING and value is not None:
-            self.reads[key] = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    def _perform(self, act: Act, ranks: tuple[int, ...], number: int, position: int) -> None:
+        """Performs an act, at once for some ranks."""
+        targets = self._targets(act)
+        for at in range(1 if act.kind in OF_ALL else len(targets)):
+            seed = 10_000 * (0 if common(act) else ranks[0]) + 1000 * number + 100 * position + at
+            on = On(self.run, act, targets, self._kept, at, torch.Generator().manual_seed(seed))
+            keys = [(rank, number, position, at) for rank in ranks]
+            needed = act.kind in OF_GRADIENTS and act.kind not in (*OF_ALL, *WITHOUT_ONE)
+            if (needed and on.gradient is None) or keys[0] in self._left_out:
+                continue
+            try:
+                with torch.no_grad() if act.kind in ACTS["weights"] else contextlib.nullcontext():
+                    value = OPERATIONS[act.kind](on)
+            except Exception as error:
+                if self.run.alone:
+                    raise
+                self.refused[keys[0]] = error
+                continue
+            if act.kind in READING and value is not None:
+                self.reads |= dict.fromkeys(keys, torch.as_tensor(value, dtype=torch.float64).reshape(()))
 
     def _targets(self, act: Act) -> list[Tensor]:
-        optimizer = self._run.optimizers[0]
-        if act.through == "pieces" and not self._run.alone:
+        if act.kind in HOOKS:
+            return [self.run.parameters[target % len(self.run.parameters)] for target in act.targets]
+        optimizer = self.run.optimizers[0]
+        if act.through == "pieces" and not self.run.alone:
             return [piece.parameter for piece in optimizer.pieces]
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
         # State of another one would break state_dict(), and its gradient is each rank's own after synchronize().
         own = act.through != "module" or act.kind.startswith("state") or act.place == "synchronized"
-        those = owned if own else self._run.parameters
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        those = owned if own else self.run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
-
-    # ---------------------------------------------------------------------------------- hooks
-
-    def add_hooks(self, before: bool) -> None:
-        """Registers the program's hooks that come before the optimizer, or after it."""
-        for number, (kind, target, early) in enumerate(self._run.program.hooks):
-            if early == before:
-                parameter = self._run.parameters[target % len(self._run.parameters)]
-                if not parameter.requires_grad:
-                    continue
-                if kind == "pre_mul":
-                    parameter.register_hook(lambda gradient: gradient * 0.6)
-                else:
-                    parameter.register_post_accumulate_grad_hook(self._hook(kind, number))
-
-    def _hook(self, kind: str, number: int) -> Callable[[Tensor], None]:
-        hand = weakref.proxy(self)  # a cycle through the hooks of a parameter is never collected
-
-        def hook(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None:
-                return
-            if kind == "post_mul":
-                gradient.mul_(0.6)
-            elif kind == "post_replace":
-                parameter.grad = gradient * 0.6
-            else:
-                step = len(hand._run.seen)
-                key = (hand._run.rank, step, -1, number)
-                value = hand.reads.get(key, torch.zeros((), dtype=torch.float64)) + gradient.double().norm()
-                hand.reads[key] = value
-
-        return hook

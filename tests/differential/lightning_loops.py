@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import loops
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from loops import (
-    NORM,
-    VALUE,
-    Batches,
-    Loop,
-    Net,
-    check as check_loop,
-    draw_loop,
-    optimizer_of,
-    sampler_of,
-    samples_of,
-    schedule_of,
-)
+from loops import LIMITS, Loop, Net, draw_loop, loader_of, optimizers_of, owned, samples_of, schedule_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,15 +26,15 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as Lightning's users may have it."""
-    loop = draw_loop(seed, ranks, budget=False)
+    loop = draw_loop(seed, ranks)
     if is_manual(loop) and loop.precision == "fp16":
-        loop = dataclasses.replace(loop, clip="")  # Lightning clips before it unscales
+        loop = replace(loop, clip="")  # Lightning clips before it unscales
     at_epoch_end = loop.schedule == "plateau" or (loop.schedule == "epoch" and is_manual(loop))
     if at_epoch_end and loop.save % loop.steps == 0:
         # Lightning calls no hook of an epoch's end when it resumes behind the last batch.
-        loop = dataclasses.replace(loop, save=0)
+        loop = replace(loop, save=0)
     if loop.sampler == "trainer":
-        loop = dataclasses.replace(loop, shuffle=True)  # as Lightning's own sampler does in training
+        loop = replace(loop, shuffle=True)  # as Lightning's own sampler does in training
     return loop
 
 
@@ -60,7 +49,7 @@ class Module(pl.LightningModule):
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         self.loop, self.net = loop, Net(loop)
-        self.data = samples_of(dataclasses.replace(loop, bad=()))
+        self.data = samples_of(replace(loop, bad=()))
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.steps = False  # whether a step follows this pass
@@ -80,12 +69,10 @@ class Module(pl.LightningModule):
             loss = self.net.loss(*batch)
             self.losses.append(loss.item())
             return loss
-        optimizers = self.optimizers()
-        for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
+        for number, optimizer in enumerate(listed(self.optimizers())):
             self.manual_step(number, optimizer, batch, batch_idx)
-        if self.loop.schedule == "step" and self.steps:
-            for schedule in self.schedules:
-                schedule.step()
+        if self.steps:
+            self.advance("step")
         return None
 
     def manual_step(self, number: int, optimizer: Any, batch: Any, batch_idx: int) -> None:
@@ -99,23 +86,22 @@ class Module(pl.LightningModule):
         self.manual_backward(loss / loop.accumulate)
         if self.steps and (not self.skips or self.is_finite(optimizer)):
             if loop.clip:
-                self.clip_gradients(optimizer, NORM if loop.clip == "norm" else VALUE, loop.clip)
+                self.clip_gradients(optimizer, LIMITS[loop.clip], loop.clip)
             optimizer.step()
         if loop.toggles:
             self.untoggle_optimizer(optimizer)
 
-    @property
-    def schedules(self) -> list[Any]:
-        found = self.lr_schedulers()
-        return found if isinstance(found, list) else [found]
+    def advance(self, schedule: str, *metric: Any) -> None:
+        for one in listed(self.lr_schedulers()) if self.loop.schedule == schedule else ():
+            one.step(*metric)
 
     def is_finite(self, optimizer: Any) -> bool:
         """Whether all gradients of an optimizer are."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.loop.stage > 1:
             return math.isfinite(hc.clip_grad_norm_(optimizer, math.inf))
-        owned = self.net.owned(self.trainer.optimizers.index(optimizer), self.loop.optimizers)
-        return all(bool(p.grad.isfinite().all()) for p in owned if p.grad is not None)
+        gradients = [parameter.grad for parameter in owned(optimizer) if parameter.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def skip(self) -> None:
         """Skips this step, if its gradients are not finite."""
@@ -138,24 +124,22 @@ class Module(pl.LightningModule):
         self.log("val", self.net.loss(*self.data), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        if self.automatic_optimization:
-            return
-        for schedule in self.schedules if self.loop.schedule in ("epoch", "plateau") else ():
-            schedule.step(*[self.trainer.callback_metrics["val"]] * (self.loop.schedule == "plateau"))
+        if not self.automatic_optimization:
+            self.advance("epoch")
+            self.advance("plateau", self.trainer.callback_metrics["val"])
 
     def configure_optimizers(self) -> Any:
         loop = self.loop
-        optimizers = [
-            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
-        ]
+        optimizers = optimizers_of(loop, self.net)
         if not loop.schedule:
             return optimizers
-        interval = "step" if loop.schedule == "step" else "epoch"
-        schedules = [
-            {"scheduler": schedule_of(loop, optimizer), "interval": interval, "monitor": "val"}
-            for optimizer in optimizers
-        ]
-        return optimizers, schedules
+        how = {"interval": "step" if loop.schedule == "step" else "epoch", "monitor": "val"}
+        return optimizers, [{"scheduler": schedule_of(loop, one), **how} for one in optimizers]
+
+
+def listed(found: Any) -> list[Any]:
+    """What Lightning gives as it is, if there is one."""
+    return found if isinstance(found, list) else [found]
 
 
 class Acts(pl.Callback):
@@ -187,15 +171,8 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
     else:
         given["precision"] = {"32": "32-true", "bf16": "bf16-mixed"}[loop.precision]
     if loop.clip and not is_manual(loop):
-        given["gradient_clip_val"] = NORM if loop.clip == "norm" else VALUE
-        given["gradient_clip_algorithm"] = loop.clip
+        given |= {"gradient_clip_val": LIMITS[loop.clip], "gradient_clip_algorithm": loop.clip}
     module, data = Module(loop), TensorDataset(*samples_of(loop))
-    if loop.sampler == "trainer":
-        loader = DataLoader(data, loop.batch, shuffle=loop.shuffle)
-    elif loop.sampler == "own":
-        loader = DataLoader(data, loop.batch, sampler=sampler_of(loop, hc.rank()))
-    else:
-        loader = DataLoader(data, batch_sampler=Batches(sampler_of(loop, hc.rank()), loop.batch))
     trainer = pl.Trainer(
         strategy=HorovodStrategy(shard=loop.stage),
         accelerator="cpu",
@@ -211,8 +188,10 @@ def fitted(loop: Loop, folder: Path, resume: bool = False) -> tuple[Module, list
         **given,
     )
     validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)
-    trainer.fit(module, loader, validation, ckpt_path=path if resume else None, weights_only=False)
+    trainer.fit(
+        module, loader_of(loop, data), validation, ckpt_path=path if resume else None, weights_only=False
+    )
     return module, module.rates
 
 
-check = functools.partial(check_loop, run=fitted)
+check = functools.partial(loops.check, run=fitted)

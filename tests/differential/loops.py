@@ -2,17 +2,16 @@
 
 :class:`Loop` is the description, :func:`draw_loop` its drawing, and :class:`Reference` what must come out: for each step the
 gradients of each rank with that rank's buffers, their mean, and the update. A trainer adds how it is configured from a loop, and
-overrides what its own loop does in another way (:meth:`Reference.divisor`, :meth:`Reference.validated`).
+says what its own loop does in another way.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from all_ranks import folder_of_all_ranks
 from checking import NOISES, differences, together, tolerance_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import hvd_ckpt as hc
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 WIDTH = 4
-NORM, VALUE = 0.05, 0.01  # limits of clipping, which most gradients exceed
+LIMITS = {"norm": 0.05, "value": 0.01}  # of clipping, which most gradients exceed
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Loop:
         bad: samples whose loss is not finite, so that all ranks skip the step.
         stop: steps after which a callback stops training; 0: none does.
         save: steps after which a checkpoint is saved, from which a second run resumes; 0: none.
-        budget: whether activations are recomputed.
     """
 
     seed: int
@@ -67,7 +65,6 @@ class Loop:
     bad: tuple[int, ...] = ()
     stop: int = 0
     save: int = 0
-    budget: bool = False
 
     @property
     def passes(self) -> int:
@@ -107,14 +104,13 @@ def draw_loop(seed: int, ranks: int, **fixed: Any) -> Loop:
         batch_norm=choose([True, False, False]),
         running=choose([True, False, False]),
         bad=tuple(sorted(dice.sample(range(samples), choose([0, 0, 1, 2])))),
-        budget=dice.random() < 0.1,
     )
-    loop = dataclasses.replace(loop, **fixed)
+    loop = replace(loop, **fixed)
     total = loop.epochs * loop.steps
-    return dataclasses.replace(
+    return replace(
         loop,
-        stop=fixed.get("stop", dice.randrange(1, total + 1) if dice.random() < 0.2 else 0),
-        save=fixed.get("save", dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0),
+        stop=dice.randrange(1, total + 1) if dice.random() < 0.2 else 0,
+        save=dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0,
     )
 
 
@@ -130,35 +126,29 @@ def samples_of(loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, inputs.sum(1, keepdim=True), factors
 
 
-def sampler_of(loop: Loop, rank: int, seed: int = 0) -> DistributedSampler[Any]:
-    """The sampler of a rank."""
-    return DistributedSampler(range(loop.samples), loop.ranks, rank, shuffle=loop.shuffle, seed=seed)
-
-
-class Batches:
+class Batches(BatchSampler):
     """A batch sampler of the user's over a distributed one: it gives the batches of an epoch backwards."""
-
-    def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
-        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, False
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
-    def __len__(self) -> int:
-        return -(-len(self.sampler) // self.batch_size)
-
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(self.sampler)
-        batches = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
-        return reversed(batches)
+        return reversed(list(super().__iter__()))
 
 
-def batches_of(loop: Loop, epoch: int, rank: int, seed: int = 0) -> list[list[int]]:
-    """The samples of each batch of a rank."""
-    sampler = sampler_of(loop, rank, seed)
-    sampler.set_epoch(epoch)
-    batches = list(Batches(sampler, loop.batch))
-    return batches if loop.sampler == "batches" else batches[::-1]
+def batch_sampler(loop: Loop, rank: int, seed: int = 0) -> Batches:
+    """Of the batches of a rank."""
+    own = DistributedSampler(range(loop.samples), loop.ranks, rank, loop.shuffle, seed)
+    return Batches(own, loop.batch, drop_last=False)
+
+
+def loader_of(loop: Loop, data: Any, **options: Any) -> DataLoader[Any]:
+    """The data loader of this rank, whose sampler is that of the user, or for the trainer to replace."""
+    backwards = batch_sampler(loop, hc.rank())
+    if loop.sampler == "batches":
+        return DataLoader(data, batch_sampler=backwards, **options)
+    own = {"sampler": backwards.sampler} if loop.sampler == "own" else {"shuffle": loop.shuffle}
+    return DataLoader(data, loop.batch, **own, **options)
 
 
 # ------------------------------------------------------------------------------------ model
@@ -188,19 +178,17 @@ class Net(nn.Module):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
+        widths = [WIDTH] * (loop.optimizers + 1) + [1]
+        self.parts = nn.ModuleList()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(loop.seed)
-            widths = [WIDTH] * (loop.optimizers + 1) + [1]
-            self.parts = nn.ModuleList()
             for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
                 normed = loop.batch_norm and number == 0
                 # A bias before a batch norm has no gradient but rounding, which Adam would make a step of full size of.
                 layers: list[nn.Module] = [nn.Linear(inputs, outputs, bias=not normed)]
-                if number == 0:
-                    layers += [nn.BatchNorm1d(outputs)] if normed else []
-                    layers += [Running()] if loop.running else []
-                if outputs > 1:
-                    layers.append(nn.Tanh())
+                layers += [nn.BatchNorm1d(outputs)] * normed
+                layers += [Running()] * (loop.running and number == 0)
+                layers += [nn.Tanh()] * (outputs > 1)
                 self.parts.append(nn.Sequential(*layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,20 +199,21 @@ class Net(nn.Module):
     def loss(self, x: Tensor, y: Tensor, factor: Tensor, optimizer: int = 0) -> Tensor:
         """The loss of an optimizer."""
         output = self(x)
-        loss = F.mse_loss(output, y, reduction="none") * factor + 0.1 * optimizer * output
-        return loss.mean()
-
-    def owned(self, optimizer: int, optimizers: int) -> list[nn.Parameter]:
-        """The parameters of an optimizer; the last one has the rest."""
-        parts = self.parts[optimizer : None if optimizer == optimizers - 1 else optimizer + 1]
-        return [parameter for part in parts for parameter in part.parameters()]
+        return (F.mse_loss(output, y, reduction="none") * factor + 0.1 * optimizer * output).mean()
 
 
-def optimizer_of(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the loop."""
+def optimizers_of(loop: Loop, net: Net) -> list[torch.optim.Optimizer]:
+    """The optimizers of the parts; the last one has the last two parts."""
+    parts = [*net.parts[: loop.optimizers - 1], net.parts[loop.optimizers - 1 :]]
     if loop.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, 0.02)
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9 if loop.optimizer == "momentum" else 0.0)
+        return [torch.optim.AdamW(part.parameters(), 0.02) for part in parts]
+    momentum = 0.9 if loop.optimizer == "momentum" else 0.0
+    return [torch.optim.SGD(part.parameters(), 0.1, momentum=momentum) for part in parts]
+
+
+def owned(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def schedule_of(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
@@ -250,15 +239,16 @@ class Reference:
         rates: the learning rates of the first optimizer, after each step.
     """
 
+    # What a trainer's loop does in another way.
     sampler_seed = 0  # of the trainer's sampler
+    mean_of_passes = False  # also in an epoch's last step, which may have fewer passes
+    buffers_of_rank_0 = False  # are evaluated, and kept
 
     def __init__(self, loop: Loop, noise: int = 0) -> None:
         self.loop, self.net = loop, Net(loop)
         self.data = samples_of(loop)
         self.own = [copy.deepcopy(own_state(self.net)) for _ in range(loop.ranks)]
-        self.optimizers = [
-            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
-        ]
+        self.optimizers = optimizers_of(loop, self.net)
         self.schedules = [schedule_of(loop, optimizer) for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=loop.precision == "fp16")
         self.noise = torch.Generator().manual_seed(noise) if noise else None
@@ -268,53 +258,49 @@ class Reference:
     def run(self) -> Reference:
         """Runs it to its end."""
         loop = self.loop
-        seed = 0 if loop.sampler != "trainer" else self.sampler_seed
+        seed = self.sampler_seed if loop.sampler == "trainer" else 0
+        samplers = [batch_sampler(loop, rank, seed) for rank in range(loop.ranks)]
         for epoch in range(loop.epochs):
-            batches = [batches_of(loop, epoch, rank, seed) for rank in range(loop.ranks)]
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            batches = [list(one)[:: 1 if loop.sampler == "batches" else -1] for one in samplers]
             for at in range(0, len(batches[0]), loop.accumulate):
                 for number in range(loop.optimizers):
                     self.step(number, [own[at : at + loop.accumulate] for own in batches])
                 self.rates.append(self.optimizers[0].param_groups[0]["lr"])
-                if loop.schedule == "step":
-                    self.advance()
+                self.advance("step")
                 if loop.stop == len(self.rates):
                     return self
-            if loop.schedule == "epoch":
-                self.advance()
-            elif loop.schedule == "plateau":
-                self.advance(self.validated())
+            self.advance("epoch")
+            if loop.schedule == "plateau":
+                self.advance("plateau", self.validated())
         return self
 
-    def advance(self, *metric: float) -> None:
-        """A step of each schedule."""
-        for schedule in self.schedules:
-            schedule.step(*metric)
-
-    def divisor(self, passes: int) -> int:
-        """What the loss of each of a step's passes is divided by."""
-        return self.loop.accumulate
+    def advance(self, schedule: str, *metric: float) -> None:
+        """A step of each schedule, if they are of this kind."""
+        for one in self.schedules if self.loop.schedule == schedule else ():
+            one.step(*metric)
 
     def validated(self) -> float:
-        """The metric of a schedule on a plateau: the mean of all ranks' losses over all samples, each with its own buffers."""
-        return sum(self.evaluated(rank, self.data) for rank in range(self.loop.ranks)) / self.loop.ranks
-
-    def evaluated(self, rank: int, data: tuple[Tensor, ...]) -> float:
-        """The loss of samples with a rank's buffers."""
-        x, y, factor = data
-        load_own_state(self.net, self.own[rank])
+        """The metric of a schedule on a plateau: the mean of the ranks' losses over all samples, each with its own buffers."""
+        x, y, factor = self.data
+        losses = []
         self.net.eval()
-        with torch.no_grad(), self.autocast():
-            loss = self.net.loss(x, y, factor.nan_to_num(1.0)).item()
+        for own in self.own[:1] if self.buffers_of_rank_0 else self.own:
+            load_own_state(self.net, own)
+            with torch.no_grad(), self.autocast():
+                losses.append(self.net.loss(x, y, factor.nan_to_num(1.0)).item())
         self.net.train()
-        return loss
+        return sum(losses) / len(losses)
 
     def autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.loop.precision == "fp16" else torch.bfloat16
         return torch.autocast("cpu", dtype, enabled=self.loop.precision != "32", cache_enabled=False)
 
     def step(self, number: int, batches: list[list[list[int]]]) -> None:
-        """A step of an optimizer: ``batches`` of each rank."""
-        optimizer, parameters = self.optimizers[number], self.net.owned(number, self.loop.optimizers)
+        """A step of an optimizer: ``batches`` of each rank. It is left out if a gradient is not finite."""
+        optimizer, loop = self.optimizers[number], self.loop
+        parameters = owned(optimizer)
         sums: list[list[Tensor]] = []
         for rank, own in enumerate(batches):
             self.net.zero_grad()
@@ -323,37 +309,37 @@ class Reference:
                 with self.autocast():
                     loss = self.net.loss(*(values[batch] for values in self.data), number)
                 self.losses[rank].append(loss.item())
-                self.scaler.scale(loss / self.divisor(len(own))).backward()
+                divisor = len(own) if self.mean_of_passes else loop.accumulate
+                self.scaler.scale(loss / divisor).backward()
             self.own[rank] = copy.deepcopy(own_state(self.net))
             sums.append([parameter.grad.clone() for parameter in parameters])
         for parameter, *gradients in zip(parameters, *sums):
             parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
-            self.disturb(parameter.grad)
-        self.update(optimizer, parameters)
-
-    def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Clips and steps, unless a gradient is not finite."""
-        if self.loop.precision == "fp16":
+            if self.noise is not None:
+                size = parameter.grad.abs().max() * torch.finfo(parameter.dtype).eps
+                parameter.grad += size * (2 * torch.rand(parameter.shape, generator=self.noise) - 1)
+        if loop.precision == "fp16":
             self.scaler.unscale_(optimizer)
         elif not all(parameter.grad.isfinite().all() for parameter in parameters):
             return
-        if self.loop.clip == "norm":
-            nn.utils.clip_grad_norm_(parameters, NORM)
-        elif self.loop.clip == "value":
-            nn.utils.clip_grad_value_(parameters, VALUE)
+        if loop.clip == "norm":
+            nn.utils.clip_grad_norm_(parameters, LIMITS["norm"])
+        elif loop.clip == "value":
+            nn.utils.clip_grad_value_(parameters, LIMITS["value"])
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def disturb(self, gradient: Tensor) -> None:
-        """Adds the noise."""
-        if self.noise is not None:
-            size = gradient.abs().max() * torch.finfo(gradient.dtype).eps
-            gradient += size * (2 * torch.rand(gradient.shape, generator=self.noise) - 1)
+    def outcome(self, rank: int) -> dict[str, Tensor]:
+        load_own_state(self.net, self.own[0 if self.buffers_of_rank_0 else rank])
+        return outcome_of(self.net, self.losses[rank])
 
-    def result(self, rank: int) -> dict[str, Tensor]:
-        """Weights, and a rank's buffers and other state."""
-        load_own_state(self.net, self.own[rank])
-        return state_of(self.net)
+
+def outcome_of(net: nn.Module, losses: list[float]) -> dict[str, Tensor]:
+    """Weights, buffers, extra state and losses as tensors."""
+    state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    peaks = {name: one.peak for name, one in net.named_modules() if isinstance(one, Running)}
+    state |= {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}
+    return {**state, "losses": torch.tensor(losses).nan_to_num()}
 
 
 Run = Callable[..., tuple[Any, list[float]]]
@@ -361,44 +347,24 @@ Run = Callable[..., tuple[Any, list[float]]]
 ``losses`` of this rank's batches, and the learning rates after each step."""
 
 
-def differences_to(
-    reference: type[Reference], loop: Loop, result: dict[str, Tensor], losses: list[float], rates: list[float]
-) -> list[str]:
-    """What this rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop."""
-    rank = hc.rank()
-    alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
-    failures = []
-    if len(losses) != len(alone.losses[rank]):
-        failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
-    if rates != alone.rates:
-        failures.append(f"one process: rates {rates} in place of {alone.rates}")
-
-    def values(run: Reference) -> dict[str, Tensor]:
-        return run.result(rank) | {"losses": torch.tensor(run.losses[rank]).nan_to_num()}
-
-    expected, found = values(alone), result | {"losses": torch.tensor(losses).nan_to_num()}
-    tolerance = tolerance_of(expected, map(values, noisy))
-    return failures + differences("one process", (found, []), (expected, []), tolerance)
-
-
 def check(loop: Loop, run: Run, reference: type[Reference] = Reference) -> list[str]:
-    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
+    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective.
+
+    Tolerates what roundings of gradients do to this loop in one process.
+    """
     with folder_of_all_ranks() as folder:
         model, rates = run(loop, folder)
-        state = state_of(model.net)
-        failures = differences_to(reference, loop, state, model.losses, rates)
+        found, losses = outcome_of(model.net, model.losses), model.losses
+        alone, *noisy = (reference(loop, noise).run() for noise in (0, *NOISES))
+        expected, *others = (one.outcome(hc.rank()) for one in (alone, *noisy))
+        failures = differences("one process", found, expected, tolerance_of(expected, others))
+        if rates != alone.rates:
+            failures.append(f"one process: rates {rates} in place of {alone.rates}")
         hc.verify(model)
         if loop.save and (not loop.stop or loop.save < loop.stop):
-            resumed, left = run(loop, folder, resume=True)
+            model, left = run(loop, folder, resume=True)
             if left != rates[loop.save :]:
                 failures.append(f"resumed: rates {left} in place of {rates[loop.save :]}")
-            ours, whole = (resumed.losses, model.losses[len(model.losses) - len(resumed.losses) :])
-            failures += differences("resumed", (state_of(resumed.net), ours), (state, whole), 0.0)
+            found["losses"] = found["losses"][len(losses) - len(model.losses) :]
+            failures += differences("resumed", outcome_of(model.net, model.losses), found)
     return together(failures)
-
-
-def state_of(net: nn.Module) -> dict[str, Tensor]:
-    """Weights, buffers and extra state as tensors."""
-    state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
-    peaks = {name: module.peak for name, module in net.named_modules() if isinstance(module, Running)}
-    return state | {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}

@@ -1,24 +1,26 @@
-"""The models of random programs."""
+"""The models and optimizers of random programs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from call_names import names_of_calls
-from programs import IN_PARTS, REENTRANT, Block, Program
-from stateful import LAYERS, VOCABULARY, WIDTH
+from layers import IN_PARTS, LAYERS, VOCABULARY, WIDTH, tied
+from programs import Block, Program
+from selective import drop_all
+from sharded import distribute
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as torch_checkpoint
+from ways import by_function, plainly, reentrant
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
-from hvd_ckpt.recompute.tape import Policy
 
 
 class Caught(Exception):
@@ -35,20 +37,7 @@ class _RaisesBehind(torch.autograd.Function):
         raise Caught
 
 
-class Heads(nn.Module):
-    """Attention of four heads among the two halves of a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, width = 4, WIDTH // 2
-        self.project, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.project(x.view(len(x), 2, -1)).view(len(x), 2, 3, self.heads, 1)
-        dropout = 0.25 if self.training else 0.0
-        result = nn.functional.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), dropout_p=dropout)
-        projected: Tensor = self.output(result.transpose(1, 2).reshape(len(x), 2, -1))
-        return projected.reshape(len(x), -1)
+# ---------------------------------------------------------------------------------- what blocks hand on
 
 
 @dataclass
@@ -60,6 +49,28 @@ class Features:
     count: int = 0
 
 
+CARRIERS: dict[str, Callable[[Tensor], Any]] = {
+    "dict": lambda x: {"x": x, "skip": [x * 0.5], "count": 0},
+    "list": lambda x: [x, [x * 0.5], 0],
+    "dataclass": lambda x: Features(x, [x * 0.5]),
+    "tensor": lambda x: x,
+}
+
+
+def _opened(features: Any) -> tuple[Any, Any]:
+    """What holds the three values, and the keys of these."""
+    keys = range(3) if isinstance(features, list) else ("x", "skip", "count")
+    return vars(features) if isinstance(features, Features) else features, keys
+
+
+def unpack(features: Any) -> Tensor:
+    """What blocks have made of it."""
+    if isinstance(features, Tensor):
+        return features
+    held, (x, skip, count) = _opened(features)
+    return held[x] + 0.1 * held[skip][0] + 0.01 * held[count]
+
+
 class Carried(nn.Module):
     """A block that takes and returns a container: it adds what skipped it, lets its input skip the next, and counts."""
 
@@ -68,110 +79,66 @@ class Carried(nn.Module):
         self.part = part
 
     def forward(self, features: Any) -> Any:
-        x, skip, count = _parts_of(features)
-        result = self.part(x) * (1 + 0.01 * count) + 0.1 * skip[-1]
-        if count % 2:
-            skip.append(x)
+        held, (x, skip, count) = _opened(features)
+        result = self.part(held[x]) * (1 + 0.01 * held[count]) + 0.1 * held[skip][-1]
+        if held[count] % 2:
+            held[skip].append(held[x])
         else:
-            skip[-1] = x
-        if isinstance(features, dict):
-            features.update(x=result, count=count + 1)
-        elif isinstance(features, list):
-            features[0], features[2] = result, count + 1
-        else:
-            features.x, features.count = result, count + 1
+            held[skip][-1] = held[x]
+        held[x], held[count] = result, held[count] + 1
         return features
 
 
-def pack(carrier: str, x: Tensor) -> Any:
-    """A container of a kind with ``x``, or ``x`` itself."""
-    if carrier == "dict":
-        return {"x": x, "skip": [x * 0.5], "count": 0}
-    if carrier == "list":
-        return [x, [x * 0.5], 0]
-    return Features(x, [x * 0.5]) if carrier == "dataclass" else x
+# ---------------------------------------------------------------------------------- ways of recomputation
 
 
-def unpack(features: Any) -> Tensor:
-    """What blocks have made of it."""
-    if isinstance(features, Tensor):
-        return features
-    x, skip, count = _parts_of(features)
-    return x + 0.1 * skip[0] + 0.01 * count
+def _nested(chain: Any, x: Any) -> Any:
+    def outer(x: Any) -> Any:
+        first, *others = chain
+        x = hc.checkpoint(first, x)
+        return functools.reduce(lambda hidden, layer: layer(hidden), others, x)
+
+    return hc.checkpoint(outer, x)
 
 
-def _parts_of(features: Any) -> tuple[Tensor, list[Tensor], int]:
-    if isinstance(features, dict):
-        return features["x"], features["skip"], features["count"]
-    if isinstance(features, list):
-        return features[0], features[1], features[2]
-    return features.x, features.skip, features.count
+def _sequential(chain: Any, x: Any, **options: Any) -> Any:
+    return hc.checkpoint_sequential(list(chain), max(1, len(chain) - 1), x, keep_last=False, **options)
 
 
-RECIPES = {
-    "perceptron": {"layer": "features", "layer.0": "column", "layer.3": "row"},
-    "heads": {"layer": "heads:heads", "layer.project": "fused:3", "layer.output": "row"},
-    "gathered": {"layer": "vocabulary"},
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "keep": plainly,
+    "hc": hc.checkpoint,
+    "nested": _nested,
+    "function": by_function,
+    "torch": functools.partial(torch_checkpoint.checkpoint, use_reentrant=False),
+    "sequential": _sequential,
+    **dict.fromkeys(("module", "plan", "plan_segment", "planned"), plainly),  # which change the chain itself
+    "hc_reentrant": reentrant,
+    "torch_reentrant": functools.partial(torch_checkpoint.checkpoint, use_reentrant=True),
+    "sequential_reentrant": functools.partial(_sequential, use_reentrant=True),
+    "module_reentrant": plainly,
 }
 
 
-def _deep(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), middle(), nn.Linear(12, WIDTH))
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    **LAYERS,
-    "norm": lambda: nn.LayerNorm(WIDTH),
-    "batchnorm": lambda: nn.BatchNorm1d(WIDTH, eps=0.1),
-    "conv": lambda: nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last),
-    "deep": _deep(lambda: nn.LayerNorm(12)),
-    "perceptron": _deep(lambda: nn.Dropout(0.25)),
-    "heads": Heads,
-}
+# ---------------------------------------------------------------------------------- models
 
 
 class Part(nn.Module):
     """A block: takes and returns float32 of shape (batch, WIDTH), whatever it computes in."""
 
-    def __init__(self, number: int, block: Block, parts: Sequence[Part]) -> None:
+    def __init__(self, block: Block, parts: Sequence[Part]) -> None:
         super().__init__()
-        self.number, self.kind, self.dtype = number, block.kind, getattr(torch, block.dtype)
-        self.trapped = False
+        self.kind, self.dtype, self.trapped = block.kind, getattr(torch, block.dtype), False
         if block.kind == "tied":
-            self.weight = parts[block.of].layer.weight
-            self.bias = nn.Parameter(torch.zeros(WIDTH))
-        elif block.kind == "scale":
-            self.factor = nn.Parameter(torch.tensor(0.5))
-            self.nothing = nn.Parameter(torch.empty(0, 3))
+            self.layer = tied(parts[block.of].layer[0].weight)
         else:
-            self.layer = MODULES.get(block.kind, lambda: nn.Linear(WIDTH, WIDTH))()
-        if block.kind in ("branch", "unused"):
-            self.other = nn.Linear(WIDTH, WIDTH)
+            self.layer = LAYERS[block.kind]()
         self.to(self.dtype)
-        if block.kind == "frozen":
-            self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trapped:
             raise Caught
-        x = x.to(self.dtype)
-        if self.kind == "tied":
-            x = torch.tanh(nn.functional.linear(x, self.weight, self.bias))
-        elif self.kind == "scale":
-            x = x * self.factor + self.nothing.sum()
-        elif self.kind == "conv":
-            x = torch.tanh(self.layer(x.view(-1, 2, 2, WIDTH // 4)).reshape(-1, WIDTH))
-        elif self.kind in ("deep", "perceptron", "heads"):
-            x = x + self.layer(x)
-        elif self.kind == "branch":
-            x = self.layer(x) + torch.sigmoid(self.other(x))
-        elif self.kind == "dropout":
-            x = nn.functional.dropout(torch.tanh(self.layer(x)), 0.25, self.training)
-        elif self.kind in ("norm", "batchnorm") or self.kind in LAYERS:
-            x = self.layer(x)
-        else:
-            x = torch.tanh(self.layer(x))
-        return x.float()
+        return self.layer(x.to(self.dtype)).float()
 
 
 class Net(nn.Module):
@@ -185,44 +152,37 @@ class Net(nn.Module):
     def __init__(self, program: Program, recompute: bool, split: bool) -> None:
         super().__init__()
         parts: list[Part] = []
-        chains: list[nn.Module] = []
         if program.embedding:
             self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=program.embedding == "sparse")
         self.math_kernel = program.math_kernel
-        self.carriers = [segment.carrier for segment in program.segments]
-        self.kinds = [segment.recompute if recompute else "keep" for segment in program.segments]
-        for segment, kind in zip(program.segments, self.kinds):
-            first = len(parts)
+        self.segments = nn.ModuleList()
+        for segment in program.segments:
+            kind, first = segment.recompute if recompute else "keep", len(parts)
             for block in segment.blocks:
-                parts.append(parts[block.of] if block.kind == "again" else Part(len(parts), block, parts))
-            own: list[nn.Module] = list(parts[first:])
-            if segment.carrier != "tensor":
-                own = [Carried(part) for part in own]
+                parts.append(parts[block.of] if block.kind == "again" else Part(block, parts))
+            own = [part if segment.carrier == "tensor" else Carried(part) for part in parts[first:]]
+            chain: Any = nn.Sequential(*own)
             if kind.startswith("module"):
-                count = max(1, len(own) - 1)
-                chains.append(hc.CheckpointSequential(own, count, kind in REENTRANT, keep_last=False))
-            else:
-                chains.append(nn.Sequential(*own))
-        self.parts = parts
-        self.segments = nn.ModuleList(chains)
+                chain = hc.CheckpointSequential(
+                    own, max(1, len(own) - 1), "reentrant" in kind, keep_last=False
+                )
+            chain.kind, chain.pack = kind, CARRIERS[segment.carrier]
+            self.segments.append(chain)
+        self._parts = (parts,)  # no child: the segments have them
         self.trap: tuple[str, int] | None = None
         if split and (recipe := self._recipe()):
             hc.tensor_parallel(self, recipe)
         if recompute and program.recomputed_as("plan", "plan_segment"):
             self._apply_plan()
-        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
-            if kind == "planned":
-                sample = pack(carrier, torch.randn(4, WIDTH, requires_grad=True))
-                if len(set(chain)) > 1 or len(chain) == 1:  # a module that is used again is no chain
-                    hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
+        for chain in self.segments:
+            # A module that is used again is no chain.
+            if chain.kind == "planned" and (len(set(chain)) > 1 or len(chain) == 1):
+                sample = chain.pack(torch.randn(4, WIDTH, requires_grad=True))
+                hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
 
     @property
     def parts(self) -> list[Part]:
         return self._parts[0]
-
-    @parts.setter
-    def parts(self, parts: list[Part]) -> None:
-        self._parts = (parts,)  # no child: the segments have them
 
     @property
     def written(self) -> list[Tensor]:
@@ -231,15 +191,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, path: Sequence[int]) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH) if self.math_kernel else contextlib.nullcontext():
-            return self._forward(x, path)
-
-    def _forward(self, x: Tensor, path: Sequence[int]) -> Tensor:
-        if hasattr(self, "embedding"):
-            x = self.embedding(x).mean(1)
-        for number in path:
-            x = unpack(_run(self.kinds[number], self.segments[number], pack(self.carriers[number], x)))
-            if self.trap == ("backward", number) and x.requires_grad:
-                x = _RaisesBehind.apply(x)
+            if hasattr(self, "embedding"):
+                x = self.embedding(x).mean(1)
+            for number in path:
+                chain = self.segments[number]
+                x = unpack(WAYS[chain.kind](chain, chain.pack(x)))
+                if self.trap == ("backward", number) and x.requires_grad:
+                    x = _RaisesBehind.apply(x)
         return x
 
     def set_trap(self, trap: tuple[str, int] | None) -> None:
@@ -253,63 +211,32 @@ class Net(nn.Module):
         recipe = {"embedding": "vocabulary"} if hasattr(self, "embedding") else {}
         for name, module in self.named_modules():
             if isinstance(module, Part) and module.kind in IN_PARTS:
-                recipe |= {f"{name}.{inner}": kind for inner, kind in RECIPES[module.kind].items()}
+                recipe |= {f"{name}.layer.{inner}": kind for inner, kind in IN_PARTS[module.kind][1].items()}
         return recipe
 
     def _apply_plan(self) -> None:
         """Drops every call of a block, or recomputes a whole segment."""
         names = {module: name for name, module in self.named_modules()}
-        blocks: list[BlockPlan] = []
+        blocks: dict[str, BlockPlan] = {}
         items: list[Any] = []
-        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
-            if kind not in ("plan", "plan_segment"):
+        for chain in self.segments:
+            if chain.kind not in ("plan", "plan_segment"):
                 continue
-            inside = []
-            for part in chain.children():
-                if any(block.members == (names[part],) for block in blocks):
-                    continue
-                treatment = _drop_all(part, carrier) if kind == "plan" else KEEP
-                own = BlockPlan((names[part],), kind_of([part]), parameter_shapes([part]), treatment)
-                inside.append(len(blocks))
-                blocks.append(own)
-            whole = [names[part] for part in chain] == [blocks[at].members[0] for at in inside]
-            in_order = all(
-                name.startswith(f"{names[chain]}.") for at in inside for name in blocks[at].members
-            )
-            items += [tuple(inside)] if kind == "plan_segment" and whole and in_order else inside
-        Plan(tuple(blocks), tuple(items)).apply(self)
-
-
-def _drop_all(block: nn.Module, carrier: str) -> CheckpointPolicy:
-    with torch.no_grad():
-        names = names_of_calls(block, pack(carrier, torch.randn(4, WIDTH)))
-    return CheckpointPolicy("drop all", Policy(names, frozenset(range(len(names)))))
-
-
-def _run(kind: str, chain: Any, x: Any) -> Any:
-    layers = list(chain) if kind.startswith(("nested", "sequential")) else []
-    if kind == "hc" or kind == "hc_reentrant":
-        result = hc.checkpoint(chain, x, use_reentrant=kind in REENTRANT)
-    elif kind == "torch" or kind == "torch_reentrant":
-        result = torch_checkpoint.checkpoint(chain, x, use_reentrant=kind in REENTRANT)
-    elif kind == "function":
-        result = hc.CheckpointFunction.apply(chain, 1, x, *chain.parameters())
-    elif kind.startswith("sequential"):
-        result = hc.checkpoint_sequential(
-            layers, max(1, len(layers) - 1), x, use_reentrant=kind in REENTRANT, keep_last=False
-        )
-    elif kind == "nested":
-
-        def outer(x: Any) -> Any:
-            x = hc.checkpoint(layers[0], x, use_reentrant=False)
-            for layer in layers[1:]:
-                x = layer(x)
-            return x
-
-        result = hc.checkpoint(outer, x, use_reentrant=False)
-    else:
-        result = chain(x)
-    return result
+            first = len(blocks)
+            for part in [part for part in chain.children() if names[part] not in blocks]:
+                policy = KEEP
+                if chain.kind == "plan":
+                    with torch.no_grad():
+                        policy = CheckpointPolicy(
+                            "drop all", drop_all(part, chain.pack(torch.randn(4, WIDTH)))
+                        )
+                name = names[part]
+                blocks[name] = BlockPlan((name,), kind_of([part]), parameter_shapes([part]), policy)
+            inside = range(first, len(blocks))
+            whole = [names[part] for part in chain] == list(blocks)[first:]
+            in_order = all(names[part].startswith(f"{names[chain]}.") for part in chain)
+            items += [tuple(inside)] if chain.kind == "plan_segment" and whole and in_order else inside
+        Plan(tuple(blocks.values()), tuple(items)).apply(self)
 
 
 def _loss(features: Any) -> Tensor:
@@ -327,3 +254,49 @@ def build(program: Program, recompute: bool, alone: bool) -> Net:
     model = Net(program, True, split)
     model.load_state_dict(weights)
     return model
+
+
+# ---------------------------------------------------------------------------------- optimizers
+
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    # With a large eps noise stays noise: it would be divided by its own size.
+    "adam": (torch.optim.Adam, {"eps": 1e-2}),
+    "adamw": (torch.optim.AdamW, {"eps": 1e-2}),
+    "adagrad": (torch.optim.Adagrad, {"eps": 1e-2}),
+    "rmsprop": (torch.optim.RMSprop, {"eps": 1e-2}),
+    "lbfgs": (torch.optim.LBFGS, {"max_iter": 2, "tolerance_grad": 0, "tolerance_change": 0}),
+}
+
+
+def make_optimizer(program: Program, own: Sequence[Sequence[Tensor]], kind: type | None = None) -> Any:
+    """PyTorch's optimizer of these groups of parameters, or a subclass of it."""
+    usual, options = OPTIMIZERS[program.optimizer]
+    rate = 0.05 / (program.ranks if program.options.get("op") == "sum" else 1)
+    groups: list[Any] = [{"params": list(group), "lr": rate / (1 + at)} for at, group in enumerate(own)]
+    if program.optimizer == "lbfgs":
+        groups = [parameter for group in own for parameter in group]
+    return (kind or usual)(groups, rate, **options)
+
+
+def distributed(optimizer: Any, program: Program, model: Net, own: Sequence[Sequence[Tensor]]) -> Any:
+    """The optimizer, distributed as the program says."""
+    options = dict(program.options)
+    if "op" in options:
+        options["op"] = hc.Sum
+    if "compression" in options:
+        options["compression"] = hc.Compression.fp16
+    if options.get("groups") == "segments":
+        left = {parameter for group in own for parameter in group}
+        options["groups"] = []
+        for chain in model.segments:
+            taken = [parameter for parameter in chain.parameters() if parameter in left]
+            options["groups"] += [taken] if taken else []
+            left -= set(taken)
+    if program.stage:
+        options["model"] = model
+    if program.stage == 3 and program.recomputed_as("nested", "sequential", "sequential_reentrant"):
+        options["units"] = list(dict.fromkeys(model.parts))  # which are called apart from their segment
+    return distribute(optimizer, named_parameters=model.named_parameters(), shard=program.stage, **options)

@@ -4,20 +4,21 @@ A step is a text: digits are the segments of a pass, with what is special of it 
 and ranks by a bar, of which the last one is that of all further ranks. In a step ``"0123 3:two_forwards|0123"`` rank 0 takes a
 second pass, through the last segment alone and with two losses.
 
-Further parts, each behind a semicolon, are attributes of the step and acts: kind, place with the number of a pass behind a colon,
-and the ranks that do it, by default all. After the first pass of ``"0123 0123; how=skip; dropped pass:0 1"`` rank 1 drops its
-gradients.
+Further parts, each behind a semicolon, are attributes of the step, events before it (``"before passes 2"``) and acts: kind, place
+with the number of a pass behind a colon, and the ranks that do it, by default all. After the first pass of
+``"0123 0123; how=skip; dropped pass:0 1"`` rank 1 drops its gradients.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from programs import Act, Block, Pass, Program, Segment, Step
 
-WHOLE, TWICE = "0123", "0123 0123"
+WHOLE, TWICE, THRICE = "0123", "0123 0123", "0123 0123 0123"
 SHARDED, ANY = (0, 2), (0, 1, 2, 3)
 RECOMPUTED = ("keep", "hc", "hc_reentrant")
 SMALL = 0.0002  # MiB: a bucket for each parameter
@@ -83,9 +84,23 @@ def _step(given: str | tuple[str, dict[str, Any]], ranks: int) -> Step:
     text, more = (given, {}) if isinstance(given, str) else given
     text, *parts = text.split("; ")
     own = [tuple(map(_pass, passes.split())) for passes in text.split("|")]
-    values = dict(part.split("=", 1) for part in parts if "=" in part)
-    acts = tuple(_act(part, ranks) for part in parts if "=" not in part)
-    return Step(tuple(_of(own, rank) for rank in range(ranks)), **{"acts": acts, **values, **more})
+    values: dict[str, Any] = {"acts": (), "events": ()}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if equals:
+            values[name] = _literal(value)
+        elif part.startswith("before "):
+            values["events"] += (tuple(map(_literal, part.split()[1:])),)
+        else:
+            values["acts"] += (_act(part, ranks),)
+    return Step(tuple(_of(own, rank) for rank in range(ranks)), **{**values, **more})
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def _act(text: str, ranks: int) -> Act:
@@ -103,8 +118,8 @@ BROADCAST_BOTH = ("broadcast_model", "broadcast_optimizer")
 NAMED: dict[str, Named] = {
     # Graphs.
     "plain": Named([WHOLE] * 5, recompute=RECOMPUTED, stages=ANY),
-    "accumulated": Named(["0123 0123"] * 4, recompute=("keep", "hc_reentrant"), stages=ANY),
-    "more and fewer passes": Named(["0123 0123 0123"] * 2 + ["0123 0123"] * 2 + ["0123 0123 0123"] * 2),
+    "accumulated": Named([TWICE] * 4, recompute=("keep", "hc_reentrant"), stages=ANY),
+    "more and fewer passes": Named([THRICE, THRICE, TWICE, TWICE, THRICE, THRICE]),
     "late on one rank": Named(LATE, recompute=("keep", "hc_reentrant")),
     "late within a pass": Named([WHOLE] * 3 + ["30123|0123"] * 2, recompute=("hc_reentrant",)),
     "uneven": Named(UNEVEN, recompute=("keep", "hc_reentrant"), stages=(0, 1, 2)),
@@ -117,9 +132,7 @@ NAMED: dict[str, Named] = {
     "a penalty on gradients": Named(["0123:penalty"] * 4, recompute=("keep", "hc"), stages=ANY),
     "a penalty on gradients that have a graph": Named(["0123:graph"] * 4, stages=(0,), resume=0),
     "evaluated first": Named(["0123:eval_first"] * 4, "dropout batchnorm linear linear", ("keep", "hc"), ANY),
-    "random and running": Named(
-        [WHOLE] * 4, "dropout batchnorm+dropout running numpy", ("hc", "hc_reentrant", "module"), ANY
-    ),
+    "random and running": Named([WHOLE] * 4, "dropout batchnorm+dropout running numpy", ("hc", "hc_reentrant", "module"), ANY),
     "a layer changes its weight": Named([WHOLE] * 4, "linear max_norm+linear linear linear", stages=(1, 2)),
     "dtypes": Named([WHOLE] * 4, "linear:float64 scale linear:bfloat16 linear:float16", stages=ANY),
     "errors that are caught": Named([WHOLE, "0123:forward2 0123|0123", "0123|0123:backward1 0123", WHOLE]),
@@ -148,49 +161,30 @@ NAMED: dict[str, Named] = {
     "cleared while some are unused": Named(
         [f"{text}; clear={clear}" for text in UNEVEN[:2] for clear in ("zero", "model", "zero", "none")]
     ),
-    "gradients by hand": Named(
-        [(WHOLE, {"by_hand": number % 2 == 0}) for number in range(5)], stages=(0, 1), resume=0
-    ),
-    "gradients by hand on one rank": Named(
-        [WHOLE, ("0123|", {"by_hand": True}), ("0123|", {"by_hand": True, "how": "twice"}), WHOLE], stages=(0,)
-    ),
-    "dropped": Named(
-        [("0123 0123|0123", {"drop": (3,)} if number % 2 else {}) for number in range(5)], stages=(0, 1, 2)
-    ),
-    "closures": Named(
-        [f"0123; how=closure; returns={one}" for one in ("loss", "float", "none", "dict", "tuple")], stages=(0, 2)
-    ),
+    "gradients by hand": Named([f"0123; by_hand={number % 2 == 0}" for number in range(5)], stages=(0, 1), resume=0),
+    "gradients by hand on one rank": Named([WHOLE, "0123|; by_hand=True", "0123|; by_hand=True; how=twice", WHOLE], stages=(0,)),
+    "dropped": Named(["0123 0123|0123", "0123 0123|0123; drop=3,"] * 2 + ["0123 0123|0123"], stages=(0, 1, 2)),
+    "closures": Named([f"0123; how=closure; returns={one}" for one in ("loss", "float", "none", "dict", "tuple")], stages=(0, 2)),
     "line search": Named(["0123; how=closure"] * 3, stages=(0,), more={"optimizer": "lbfgs"}),
     "left out by a scaler": Named(
         [WHOLE, "0123; how=skip; clear=model", "0123; how=clip; clear=plain", "0123; how=skip; clear=zero", WHOLE],
         resume=0, more={"scaler": True},
     ),
-    "an overflow on one rank": Named(
-        [WHOLE, "0123|0123:overflow", WHOLE, WHOLE], stages=ANY, more={"scaler": True}
-    ),
+    "an overflow on one rank": Named([WHOLE, "0123|0123:overflow", WHOLE, WHOLE], stages=ANY, more={"scaler": True}),
     # Events.
-    "frozen and unfrozen": Named(
-        [(WHOLE, {"events": (("freeze", 1, number % 2 == 0),)} if number else {}) for number in range(5)],
-        stages=ANY,
-    ),
+    "frozen and unfrozen": Named([WHOLE, "0123; before freeze 1 False", "0123; before freeze 1 True"] * 2, stages=ANY),
     **{
         f"frozen, then cleared by {clear}": Named(
-            [first, (f"0123; clear={clear}", {"events": (("freeze", 3, False),)}), "0123; clear=zero"],
+            [first, f"0123; clear={clear}; before freeze 3 False", "0123; clear=zero"],
             stages=(2, 3), resume=0, more={"optimizer": "nesterov"},
         )
         for first, clear in ((WHOLE, "none"), (WHOLE, "zero"), ("0123; dropped step", "never"))
     },
     "a group added": Named(
-        [(WHOLE, {"events": (("group",),)} if number == 2 else {}) for number in range(5)],
-        stages=ANY, resume=3, more={"owners": (0, -1, 0, 0)},
+        [WHOLE, WHOLE, "0123; before group", WHOLE, WHOLE], stages=ANY, resume=3, more={"owners": (0, -1, 0, 0)}
     ),
-    "wrapped again": Named(
-        [WHOLE, WHOLE, (WHOLE, {"events": (("rewrap", False),)}), (WHOLE, {"events": (("rewrap", True),)})],
-        stages=ANY,
-    ),
-    "loaded": Named(
-        [WHOLE, WHOLE, (WHOLE, {"events": (("reload",),)}), (WHOLE, {"events": (("rewind",),)}), WHOLE], stages=ANY
-    ),
+    "wrapped again": Named([WHOLE, WHOLE, "0123; before rewrap False", "0123; before rewrap True"], stages=ANY),
+    "loaded": Named([WHOLE, WHOLE, "0123; before reload", "0123; before rewind", WHOLE], stages=ANY),
     **{
         f"loaded by ranks {loaders} and broadcast: {' '.join(order)}": Named(
             [WHOLE, (WHOLE, {"events": (("restore", loaders, loaders[0], order),)}), WHOLE], stages=(0,)
@@ -199,25 +193,19 @@ NAMED: dict[str, Named] = {
         for order in ((*LOAD_BOTH, *BROADCAST_BOTH), (*LOAD_BOTH, *BROADCAST_BOTH[::-1]), ("load_optimizer", "broadcast_optimizer"))
     },
     "a layout that changes": Named(
-        [(WHOLE, {"clear": "zero", "events": (("contiguous",),) if number == 2 else ()}) for number in range(4)],
-        "conv linear conv linear", stages=(0,),
+        [f"0123; clear=zero{'; before contiguous' * (number == 2)}" for number in range(4)], "conv linear conv linear", stages=(0,)
     ),
     "two optimizers in turn, each without what the other one drops": Named(
-        [
-            (TWICE if number // 2 % 2 else WHOLE, {"optimizers": (number % 2,), "drop": ((1, 2), (0, 3))[number % 2]})
-            for number in range(6)
-        ],
+        [f"{text}; {rest}" for text in (WHOLE, TWICE, WHOLE) for rest in ("optimizers=0,; drop=1, 2", "optimizers=1,; drop=0, 3")],
         stages=(0,), resume=0, more={"owners": (0, 1, 1, 0)},
     ),
     "two optimizers in turn": Named(
-        [(WHOLE, {"optimizers": ones}) for ones in ((0,), (0, 1), (1,), (0,), (0, 1))], stages=(0, 1, 2), resume=0,
+        [f"0123; optimizers={ones}" for ones in ("0,", "0, 1", "1,", "0,", "0, 1")], stages=(0, 1, 2), resume=0,
         more={"owners": (0, 1, 1, 0)},
     ),
     "a rank joins": Named([WHOLE] * 4, stages=(0,), resume=0, more={"join": (3, 4)}),
     "the number of passes is set on the way": Named([WHOLE] * 2 + ["0123; passes backward", TWICE, TWICE], stages=(2, 3), resume=0),
-    "the number of passes is set later": Named(
-        [WHOLE, ("0123 0123", {"events": (("passes", 2),)}), "0123 0123", "0123 0123"], stages=(2, 3)
-    ),
+    "the number of passes is set later": Named([WHOLE, f"{TWICE}; before passes 2", TWICE, TWICE], stages=(2, 3)),
     # By hand; each kind at each place: named_acts.
     **{
         f"gradients by hand alone, {kind}, {operation}": Named(
@@ -314,7 +302,7 @@ NAMED: dict[str, Named] = {
         for steps in ("late", "uneven")
     },
     **{
-        f"accumulated, {options}": Named(["0123 0123"] * 4, stages=stages, options=options)
+        f"accumulated, {options}": Named([TWICE] * 4, stages=stages, options=options)
         for options, stages in (
             ({"backward_passes_per_step": 2}, (2, 3)), ({"wire": "int8"}, (2, 3)), ({"wire": {"parameters": "bf16"}}, (2, 3)),
             ({"offload": "optimizer"}, (1, 2, 3)),

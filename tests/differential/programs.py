@@ -9,19 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REENTRANT = ("hc_reentrant", "torch_reentrant", "sequential_reentrant", "module_reentrant")
-RECOMPUTE = (
-    *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment", "planned"),
-    *REENTRANT,
-)
-KINDS = ("linear", "deep", "norm", "batchnorm", "dropout", "conv", "scale", "branch", "unused", "frozen")
-STATEFUL = (  # :mod:`stateful`
-    *("moving", "replaced", "attribute", "swapped", "running", "spectral", "weight_norm", "max_norm"),
-    *("generator", "python", "numpy", "custom_random", "custom_mutating", "inplace", "inner", "attention"),
-)
-IN_PARTS = ("perceptron", "heads", "gathered")  # that tensor parallelism splits
-CARRIERS = ("dict", "list", "dataclass")
-PLACES = ("cleared", "pass", "backward", "synchronized", "step")
-ELEMENTWISE = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 
 
 @dataclass(frozen=True)
@@ -29,8 +16,8 @@ class Block:
     """One module of the model.
 
     Attributes:
-        kind: of :data:`KINDS`, :data:`STATEFUL` or, in a job with parts, :data:`IN_PARTS`, or ``"again"`` (the block number ``of``
-            itself) or ``"tied"`` (a layer with its weight).
+        kind: of :data:`layers.LAYERS` (of ``IN_PARTS`` in a job with parts), or ``"again"`` (the block number ``of`` itself) or
+            ``"tied"`` (a layer with its weight).
         dtype: of its parameters.
     """
 
@@ -41,10 +28,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks that follow each other, and how they are recomputed.
+    """Blocks that follow each other, and how they are recomputed: one of :data:`models.WAYS`.
 
     Attributes:
-        carrier: of :data:`CARRIERS`, in which blocks hand activations on, and which they change; or ``"tensor"``.
+        carrier: of :data:`models.CARRIERS`, in which blocks hand activations on, and which they change.
     """
 
     blocks: tuple[Block, ...]
@@ -79,8 +66,9 @@ class Act:
 
     Attributes:
         kind: of :data:`hand.ACTS`.
-        place: of :data:`PLACES`: after gradients were cleared; after backward pass ``part``; after all of them; between
-            ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; after ``step()``.
+        place: ``"cleared"``, after gradients were; ``"pass"``, after backward pass ``part``; ``"backward"``, after all of them;
+            ``"synchronized"``, between ``synchronize()``, or a scaler's ``unscale_()``, and ``step()``; ``"step"``, after it.
+            Of hooks, which are acts of the first step: ``"unwrapped"``, before there is an optimizer; ``"wrapped"``.
         ranks: that do it.
         targets: numbers of parameters, modulo how many there are; empty: all of them.
         through: where they are taken from: ``"module"``, ``"groups"``, those of the optimizer, or ``"pieces"``, all of its own.
@@ -143,7 +131,7 @@ class Program:
 
     Attributes:
         embedding: ``""``, ``"dense"`` or ``"sparse"``: what comes before the segments.
-        optimizer: of :data:`ELEMENTWISE`, or ``"lbfgs"``.
+        optimizer: of :data:`models.OPTIMIZERS`.
         owners: of each segment, which optimizer has it; -1: the first one, from an event ``("group",)`` on.
         options: of ``DistributedOptimizer``.
         resume: after so many steps the second run stops and is resumed.
@@ -151,8 +139,6 @@ class Program:
         math_kernel: attention may use this kernel alone, in forward passes.
         tensor: parts of a layer, which also split the embedding; ranks are replicas then.
         join: how many steps each rank takes before it calls ``join()``; empty: all, and no ``join()``.
-        hooks: of users, on parameters: ``("pre_mul" | "post_mul" | "post_replace" | "post_read", number of the parameter, whether
-            it is there before the optimizer)``.
     """
 
     seed: int
@@ -170,7 +156,6 @@ class Program:
     math_kernel: bool = False
     join: tuple[int, ...] = ()
     tensor: int = 1
-    hooks: tuple[tuple[str, int, bool], ...] = ()
 
     @property
     def blocks(self) -> list[Block]:
@@ -180,6 +165,10 @@ class Program:
     def passes(self) -> list[Pass]:
         return [one for step in self.steps for rank in step.passes for one in rank]
 
+    @property
+    def acts(self) -> list[Act]:
+        return [act for step in self.steps for act in step.acts]
+
     def recomputed_as(self, *kinds: str) -> bool:
         return any(segment.recompute in kinds for segment in self.segments)
 
@@ -187,46 +176,25 @@ class Program:
         """The ranks that take this step."""
         return [rank for rank in range(self.ranks) if not self.join or number < self.join[rank]]
 
-    @property
-    def dtypes(self) -> set[str]:
-        return {block.dtype for block in self.blocks}
+    # ---------------------------------------------------------------------------------- how it rounds
 
     @property
-    def sums_in_another_order(self) -> bool:
+    def reorders(self) -> bool:
         """Whether recomputation adds up the parts of a gradient in another order: region by region."""
         again = any(block.kind in ("again", "tied") for block in self.blocks)
         again |= any(segment.carrier != "tensor" for segment in self.segments)  # blocks share an activation
-        again |= any(len(set(one.path)) < len(one.path) or one.kind == "two_forwards" for one in self.passes)
         # Which gradients leave between the two backward passes through one graph depends on its regions.
-        again |= any(one.kind == "twice" for one in self.passes)
+        again |= any(one.kind in ("twice", "two_forwards") for one in self.passes)
+        again |= any(len(set(one.path)) < len(one.path) for one in self.passes)
         return again and self.recomputed_as("function", *REENTRANT)
 
     @property
-    def rounds_in_other_blocks(self) -> bool:
-        """Whether recomputation changes which elements share a scale of int8, or a partial sum of the norm that clips: units of
-        stage 3 follow what is recomputed."""
-        clips = any(step.how == "clip" for step in self.steps)
-        return self.stage == 3 and (clips or "int8" in str(self.options.get("wire")))
-
-    @property
-    def stops_in_another_place(self) -> bool:
-        """Whether an error in the backward pass comes when a parameter has a part of its gradient, and has none otherwise."""
-        return self.sums_in_another_order and any(
-            one.trap is not None and one.trap[0] == "backward" for one in self.passes
-        )
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether a sharded optimizer updates float32 copies of half-precision weights; one process has none."""
-        return self.stage > 0 and bool(self.dtypes & {"float16", "bfloat16"})
+    def clips(self) -> bool:
+        return any(step.how == "clip" for step in self.steps)
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients or weights are rounded on their way."""
-        return "compression" in self.options or "wire" in self.options
-
-    @property
-    def rounds_what_is_written(self) -> bool:
-        """Whether a resume rounds what a forward pass has written: weights then travel to the ranks in another format once more."""
-        writes = any(block.kind == "max_norm" for block in self.blocks)
-        return writes and self.stage > 0 and "wire" in self.options
+        """Whether gradients or weights are rounded on their way, or a sharded optimizer updates float32 copies of half-precision
+        weights, which one process does not have."""
+        copies = self.stage > 0 and any(block.dtype in ("float16", "bfloat16") for block in self.blocks)
+        return copies or "compression" in self.options or "wire" in self.options

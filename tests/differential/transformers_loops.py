@@ -8,22 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import loops
 import transformers
-from loops import (
-    NORM,
-    Batches,
-    Loop,
-    Net,
-    Reference,
-    check as check_loop,
-    draw_loop,
-    optimizer_of,
-    sampler_of,
-    samples_of,
-    schedule_of,
-)
+from loops import LIMITS, Loop, Net, Reference, draw_loop, loader_of, optimizers_of, samples_of, schedule_of
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers.trainer_callback import PrinterCallback
 
 import hvd_ckpt as hc
@@ -35,7 +23,7 @@ SEED = 5
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as users of the Trainer may have it."""
-    loop = draw_loop(seed, ranks, optimizers=1, toggles=False, running=False, budget=False)
+    loop = draw_loop(seed, ranks, optimizers=1, toggles=False, running=False)
     changes: dict[str, Any] = {}
     if loop.precision == "fp16":  # refused
         changes["precision"] = "bf16"
@@ -51,18 +39,8 @@ def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
 
 
 class InOneProcess(Reference):
-    """The loop as the Trainer has it: an epoch's last step has fewer passes, and rank 0's buffers are evaluated."""
-
     sampler_seed = SEED
-
-    def divisor(self, passes: int) -> int:
-        return passes
-
-    def validated(self) -> float:
-        return self.evaluated(0, self.data)
-
-    def result(self, rank: int) -> dict[str, Tensor]:
-        return super().result(0)
+    mean_of_passes = buffers_of_rank_0 = True
 
 
 class Model(nn.Module):
@@ -109,11 +87,8 @@ class Own(Trainer):
         loop = self.loop
         if loop.sampler == "trainer":
             return super().get_train_dataloader()
-        sampler = sampler_of(loop, hc.rank())
-        how: dict[str, Any] = {"sampler": sampler, "batch_size": loop.batch}
-        if loop.sampler == "batches":
-            how = {"batch_sampler": Batches(sampler, loop.batch)}
-        return self.accelerator.prepare(DataLoader(self.train_dataset, collate_fn=self.data_collator, **how))
+        loader = loader_of(loop, self.train_dataset, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.loop.schedule == "step":
@@ -137,7 +112,7 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
         per_device_eval_batch_size=loop.samples,
         gradient_accumulation_steps=loop.accumulate,
         num_train_epochs=loop.epochs,
-        max_grad_norm=NORM if loop.clip else 0.0,
+        max_grad_norm=LIMITS.get(loop.clip, 0.0),
         bf16=loop.precision == "bf16",
         seed=SEED,
         label_names=["y"],
@@ -149,7 +124,7 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
         **given,
     )
     model, acts = Model(loop), Acts(loop)
-    optimizer = optimizer_of(loop, list(model.parameters()))
+    (optimizer,) = optimizers_of(loop, model.net)
     by_user = loop.schedule == "step" and loop.seed % 3
     trainer = Own(
         model,
@@ -166,4 +141,4 @@ def trained(loop: Loop, folder: Path, resume: bool = False) -> tuple[Model, list
     return model, acts.rates
 
 
-check = functools.partial(check_loop, run=trained, reference=InOneProcess)
+check = functools.partial(loops.check, run=trained, reference=InOneProcess)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from same import whole_weights
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -22,6 +23,10 @@ STEPS = 2
 ROUNDING = 1e-5
 """A difference up to this part of a tensor's norm is one of rounding."""
 LIBRARY = str(Path(hc.__file__).parent)
+Prepare = Callable[[nn.Module, dict[str, Any]], str | None]
+"""What is done to a model before it is trained with a sample; returns a note."""
+Outcome = dict[str, Tensor | None]
+"""What is compared: losses, gradients and buffers of all steps, and the random state behind them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +41,6 @@ class Subject:
     name: str
     make: Callable[[], nn.Module]
     sample: Callable[[], dict[str, Any]]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What is compared: losses, gradients and buffers of all steps, and the random state behind them."""
-
-    values: dict[str, Tensor | None]
-    note: str = ""
 
 
 class Differs(Exception):
@@ -70,20 +67,20 @@ def random_state() -> dict[str, Tensor]:
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """The floating point tensors of an output that need a gradient; caches, attentions and hidden states left out."""
     seen = set() if seen is None else seen
+    inner: list[Any] = []
     if isinstance(value, Tensor):
         if value.requires_grad and value.is_floating_point() and id(value) not in seen:
             seen.add(id(value))
             yield value
     elif isinstance(value, dict):
-        for key, inner in value.items():
-            if key not in ("past_key_values", "hidden_states", "attentions"):
-                yield from tensors_of(inner, seen)
+        left_out = ("past_key_values", "hidden_states", "attentions")
+        inner = [part for key, part in value.items() if key not in left_out]
     elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from tensors_of(inner, seen)
+        inner = list(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name), seen)
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for part in inner:
+        yield from tensors_of(part, seen)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -100,41 +97,57 @@ def loss_of(output: Any) -> Tensor:
 
 
 def train(
-    subject: Subject, prepare: Callable[[nn.Module, dict[str, Any]], str | None] = lambda model, sample: None
-) -> Outcome:
-    """Trains for a few steps and returns what came out."""
+    subject: Subject, prepare: Prepare = lambda model, sample: None, shard: str = ""
+) -> tuple[Outcome, str]:
+    """Trains for a few steps and returns what came out, with the note.
+
+    Args:
+        shard: of a job's parameters; each rank has its own random numbers and order of the batch.
+    """
+    rank = hc.rank() if shard else 0
+
+    def sample() -> dict[str, Any]:
+        return {
+            name: value.flip(0) if rank % 2 and isinstance(value, Tensor) and value.dim() else value
+            for name, value in subject.sample().items()
+        }
+
     seed(1)
     model = subject.make().train()
     with torch.no_grad():
         model(**subject.sample())  # some models choose their attention now, or make parts of themselves
-    seed(2)
-    before = random_state()
-    sample = subject.sample()
-    note = prepare(model, sample) or ""
-    changed = [name for name, value in random_state().items() if not torch.equal(value, before[name])]
-    if changed:
-        raise Differs(f"planning changed the {', '.join(changed)}")
-    for name, value in subject.sample().items():
-        if isinstance(value, Tensor) and not same_bits(value, sample[name]):
-            raise Differs(f"planning changed the sample {name}")
-    seed(2)
-    values: dict[str, Tensor | None] = {}
+    seed(2 + rank)
+    before, given = random_state(), sample()
+    note = prepare(model, given) or ""
+    for what, now, wanted in (("the ", random_state(), before), ("the sample ", given, sample())):
+        for name, value in wanted.items():
+            if isinstance(value, Tensor) and not same_bits(value, now[name]):
+                raise Differs(f"planning changed {what}{name}")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    if shard:
+        optimizer = hc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), shard=shard, model=model
+        )
+    seed(2 + rank)
+    values: Outcome = {}
     for step in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        loss = loss_of(model(**subject.sample()))
+        optimizer.zero_grad()
+        loss = loss_of(model(**sample()))
         loss.backward()
         values[f"loss {step}"] = loss.detach().clone()
-        for name, parameter in model.named_parameters():
-            values[f"gradient {step} of {name}"] = (
-                None if parameter.grad is None else parameter.grad.detach().clone()
-            )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.01 * parameter.grad
-    values.update({f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()})
-    values.update(random_state())
-    return Outcome(values, note)
+        if not shard:
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            values |= {f"gradient {step} of {name}": copied(gradient) for name, gradient in gradients.items()}
+        optimizer.step()
+        if shard:
+            weights = whole_weights(model, optimizer)
+            values |= {f"weight {step} of {name}": weight for name, weight in weights.items()}
+    values |= {f"buffer {name}": copied(buffer) for name, buffer in model.named_buffers()}
+    return {**values, **random_state()}, note
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -156,36 +169,37 @@ def compare(outcome: Outcome, plain: Outcome) -> tuple[str, str]:
     A gradient that is all but zero (of a bias before a batch norm) is compared with the largest one. Behind a rounding in the first
     step, the second is that of other weights, and only its random state is compared.
     """
-    if outcome.values.keys() != plain.values.keys():
-        return "wrong", f"other values: {sorted(outcome.values.keys() ^ plain.values.keys())[:3]}"
-    first = [value for name, value in plain.values.items() if " 0" in name and value is not None]
+    if outcome.keys() != plain.keys():
+        return "wrong", f"other values: {sorted(outcome.keys() ^ plain.keys())[:3]}"
+    first = [value for name, value in plain.items() if " 0" in name and value is not None]
     scale = max((value.double().norm().item() for value in first if not value.is_sparse), default=0.0)
-    kind, detail, count = "equal", "", 0
-    for name, value in outcome.values.items():
-        wanted = plain.values[name]
-        if value is None and wanted is None:
-            continue
+    detail, count = "", 0
+    for name, value in outcome.items():
+        wanted = plain[name]
         if value is None or wanted is None:
-            return (
-                "wrong",
-                f"{name} is {'missing' if value is None else 'there, where plain PyTorch has None'}",
-            )
+            if value is wanted:
+                continue
+            there = "missing" if value is None else "there, where plain PyTorch has None"
+            return "wrong", f"{name} is {there}"
         if same_bits(value, wanted):
             continue
-        count += 1
         if "random state" in name or not value.is_floating_point() or value.shape != wanted.shape:
             return "wrong", f"{name} differs"
         size = wanted.double().norm().item()
         difference = (value.double() - wanted.double()).norm().item()
         relative = difference / size if size else difference
         small = relative <= ROUNDING or difference <= ROUNDING * scale
-        if not small and (kind == "equal" or " 0" in name or not math.isfinite(relative)):
-            return "wrong", f"{name} differs by {relative:.1e} of its norm"
-        kind, detail = "rounding", detail or f"{name} differs by {relative:.1e} of its norm"
-    return kind, f"{detail} ({count} of {len(plain.values)} values differ)" if count else ""
+        found = f"{name} differs by {relative:.1e} of its norm"
+        if not small and (count == 0 or " 0" in name or not math.isfinite(relative)):
+            return "wrong", found
+        count += 1
+        detail = detail or found
+    if not count:
+        return "equal", ""
+    return "rounding", f"{detail} ({count} of {len(plain)} values differ)"
 
 
-def planned(budget: str, chunk_head: bool = False) -> Callable[[nn.Module, dict[str, Any]], str]:
+def planned(budget: str, chunk_head: bool = False) -> Prepare:
     """Applies a plan for the budget, or where none stays within it the one that comes nearest."""
 
     def prepare(model: nn.Module, sample: dict[str, Any]) -> str:
@@ -205,19 +219,17 @@ def planned(budget: str, chunk_head: bool = False) -> Callable[[nn.Module, dict[
     return prepare
 
 
-def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], str]:
+def in_segments(use_reentrant: bool) -> Prepare:
     """Recomputes each block of the outermost lists, and the outermost sequences in two segments."""
 
     def wrap(module: nn.Module) -> int:
         count = 0
+        in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         for name, child in list(module.named_children()):
             if type(child) is nn.Sequential and len(child) > 1 and not isinstance(module, nn.ModuleList):
-                replaced = hc.CheckpointSequential(child, segments=2, use_reentrant=use_reentrant)
-                setattr(module, name, replaced)
+                setattr(module, name, hc.CheckpointSequential(child, 2, use_reentrant=use_reentrant))
                 count += 1
-            elif isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(
-                child, (nn.ModuleList, nn.ModuleDict)
-            ):
+            elif in_list and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 child.forward = functools.partial(hc.checkpoint, child.forward, use_reentrant=use_reentrant)
                 count += 1
             else:
@@ -227,7 +239,7 @@ def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], st
     return lambda model, sample: f"{wrap(model)} regions"
 
 
-MODES: dict[str, Callable[[nn.Module, dict[str, Any]], str | None]] = {
+MODES: dict[str, Prepare] = {
     "min": planned("min"),
     "half": planned("0.5x"),
     "chunks": planned("min", chunk_head=True),
@@ -246,15 +258,10 @@ def classify(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     inside = [frame for frame in frames if frame.filename.startswith(LIBRARY)]
-    place = (
-        f"{Path(inside[-1].filename).relative_to(LIBRARY)}:{inside[-1].lineno}"
-        if inside
-        else f"{last.filename}:{last.lineno}"
-    )
+    place = inside[-1] if inside else last
     said = linecache.getline(last.filename, last.lineno or 0).strip()
-    own = type(error).__module__.startswith("hvd_ckpt") or (
-        last.filename.startswith(LIBRARY)
-        and said.startswith("raise ")
-        and isinstance(error, (ValueError, RuntimeError, TypeError))
-    )
-    return "refused" if own else "error", f"{text} [{place}]"
+    own = last in inside and said.startswith("raise ")
+    own &= isinstance(error, (ValueError, RuntimeError, TypeError))
+    own |= type(error).__module__.startswith("hvd_ckpt")
+    where = f"{place.filename.removeprefix(f'{LIBRARY}/')}:{place.lineno}"
+    return "refused" if own else "error", f"{text} [{where}]"

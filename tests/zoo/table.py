@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 TITLES = {
@@ -35,36 +35,38 @@ Every architecture of transformers that builds from a small random configuration
 in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not. Plans recompute at any cost; for stage 3 the reference is `shard="none"` on the same ranks."""
 
 
-def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+Rows = dict[tuple[str, str], dict[str, Any]]
+"""Rows by name and mode."""
+
+
+def page(rows: Rows) -> str:
     """The page in Markdown."""
     import torch
     import transformers
 
-    names = {name for name, _ in rows}
     out = {name for (name, _), row in rows.items() if row["outcome"] in LEFT_OUT}
-    left = {key: row for key, row in rows.items() if key[0] not in out}
-    trained = sorted(names - out)
-    wrong = {name for (name, _), row in left.items() if row["outcome"] not in RIGHT}
+    left = {key: row for key, row in sorted(rows.items()) if key[0] not in out}
+    trained = {name for name, _ in left}
+    chosen: dict[str, Rows] = defaultdict(dict)
+    for key, row in left.items():
+        chosen[row["outcome"] if row["outcome"] in RIGHT else "wrong"][key] = row
+    right = len(trained) - len({name for name, _ in chosen["wrong"]})
     packages = f"transformers {transformers.__version__}, PyTorch {torch.__version__}"
     lines = [
         HEAD,
         "",
         f"{packages}, {os.cpu_count()} CPUs ({platform.machine()}), one thread per process.",
         "",
-        f"**{len(trained) - len(wrong)} of {len(trained)} architectures are right in each way that the table counts.**",
+        f"**{right} of {len(trained)} architectures are right in each way that the table counts.**",
         "",
         "| | architectures | same bits | rounding | one clear sentence | not right |",
         "|---|---|---|---|---|---|",
     ]
     for mode, title in TITLES.items():
-        counts = Counter(row["outcome"] for (_, other), row in left.items() if other == mode)
-        if counts:
-            others = counts.total() - sum(counts[outcome] for outcome in RIGHT)
-            numbers = " | ".join(str(counts[outcome]) for outcome in RIGHT)
-            lines.append(f"| {title} | {counts.total()} | {numbers} | {others} |")
-    chosen: dict[str, dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
-    for key, row in sorted(left.items()):
-        chosen[row["outcome"] if row["outcome"] in RIGHT else "wrong"][key] = row
+        kinds = [kind for kind, found in chosen.items() for _, other in found if other == mode]
+        if kinds:
+            numbers = " | ".join(str(kinds.count(kind)) for kind in (*RIGHT, "wrong"))
+            lines.append(f"| {title} | {len(kinds)} | {numbers} |")
     lines += ["", *_reasons("Not right", chosen["wrong"])]
     lines += _reasons("Rounding", chosen["rounding"], detail=False)
     lines += _reasons("Errors that say so", chosen["refused"])
@@ -72,12 +74,10 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         f"{len(out)} further names of transformers are left out: most do not build or train from a small configuration and a "
         "guessed sample."
     )
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
 
 
-def _reasons(title: str, rows: dict[tuple[str, str], dict[str, Any]], detail: bool = True) -> list[str]:
-    if not rows:
-        return []
+def _reasons(title: str, rows: Rows, detail: bool = True) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, mode), row in rows.items():
         groups[mode, _reason(row) if detail else "in the last bits"].append(name)
@@ -85,7 +85,7 @@ def _reasons(title: str, rows: dict[tuple[str, str], dict[str, Any]], detail: bo
     for (mode, why), found in sorted(groups.items(), key=lambda item: -len(item[1])):
         which = ": " + ", ".join(f"`{name}`" for name in found) if detail else ""
         lines.append(f"| {TITLES.get(mode, 'plain PyTorch')} | {why} | {len(found)}{which} |")
-    return [*lines, ""]
+    return [*lines, ""] if rows else []
 
 
 def _reason(row: dict[str, Any]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from checks import rows_of
+from checks import Architecture, rows_of
 from table import RIGHT
 
 # Encoders, decoders and both; experts, recurrences and state spaces; pictures (convolutions, windows, batch norms), sound, video,
@@ -25,22 +24,19 @@ RECOMPUTED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_plan_and_regions(name: str, one_thread: None) -> None:
-    assert wrong(name, ("segments", "reentrant", "min")) == []
+MODES = {
+    **dict.fromkeys(PLANNED, ("segments", "reentrant", "min")),
+    **dict.fromkeys(RECOMPUTED, ("segments", "reentrant")),
+}
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_regions(name: str, one_thread: None) -> None:
-    assert wrong(name, ("segments", "reentrant")) == []
-
-
-def wrong(name: str, modes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What is not right of an architecture. Without reentrant recomputation it is the same to the bit."""
-    rows = list(rows_of(name, modes))
-    assert len(rows) == len(modes)
-    return [
+@pytest.mark.parametrize("name", MODES)
+def test_as_in_plain_pytorch(name: str, one_thread: None) -> None:
+    rows = list(rows_of(Architecture(name, MODES[name])))
+    # Without reentrant recomputation, to the bit.
+    wrong = [
         row
         for row in rows
-        if row["outcome"] not in RIGHT or (row["outcome"] == "rounding" and row["mode"] != "reentrant")
+        if row["outcome"] not in (RIGHT if row["mode"] == "reentrant" else ("equal", "refused"))
     ]
+    assert wrong == [] and len(rows) == len(MODES[name])

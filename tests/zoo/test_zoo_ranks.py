@@ -16,19 +16,8 @@ pytestmark = pytest.mark.ranks(gloo=(2,))
 
 ROUNDED = ("t5", "whisper")  # their encoder's states go into several units, which each add up a gradient
 NAMES = (
-    "bert",
-    "gpt2:causal_lm",
-    "t5",
-    "mixtral",
-    "resnet",
-    "albert",
-    "swin",
-    "whisper",
-    "mamba",
-    "llava",
-    "ibert",
-    "deepseek_v3",
-)
+    "bert", "gpt2:causal_lm", "t5", "mixtral", "resnet", "albert", "swin", "whisper", "mamba", "llava", "ibert", "deepseek_v3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
