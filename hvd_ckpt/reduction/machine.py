@@ -360,6 +360,7 @@ class Machine(ABC):
             self.stats.close_step(self._step)
         self._step, self._report, self._mismatch = StepStats(), Report(), None
         self.active = False
+        self.hook_parameters()  # also of a state that was loaded, whose counts need the hooks of its first backward pass
 
     def before_accumulation(self, index: int) -> None:
         """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""

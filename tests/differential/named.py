@@ -317,6 +317,14 @@ NAMED: dict[str, Named] = {
 }  # fmt: skip
 
 RESUMED: dict[str, Named] = {
+    "a frozen block is unfrozen, cleared by the model": Named(
+        [
+            f"{passes}; clear=model"
+            for passes in ("2", "1 2; before freeze 1 True", "11 2:twice 02", "2 112 012:twice", "12 022 2:twice")
+        ],
+        "linear frozen linear",
+        stages=(2, 3),
+    ),
     "more and fewer passes": NAMED["more and fewer passes"],
     "idle for a while": NAMED["idle for a while"],
     "uneven": NAMED["uneven"],
