@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from hvd_ckpt.app.datasets.text import CausalText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.datasets.volumes import open_volumes
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.app.training.config import ConfigError
+from hvd_ckpt.app.training.config import ConfigError, config_errors
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
 
@@ -259,35 +260,21 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-def as_a_run(
-    prepare: Callable[[Path], Callable[[Draw, Path], None]],
-) -> Callable[[Path], Callable[[Draw, Path], None]]:
+def as_a_run(prepare: Callable[[Path], Callable[[Draw, Path], None]], folder: Path) -> Any:
     """A run turns errors of its data into one line."""
-
-    def prepared(folder: Path) -> Callable[[Draw, Path], None]:
-        feed = prepare(folder)
-
-        def run(draw: Draw, folder: Path) -> None:
-            try:
-                feed(draw, folder)
-            except (ValueError, OSError) as error:
-                raise ConfigError(str(error)) from None
-
-        return run
-
-    return prepared
+    return config_errors(OSError)(prepare(folder))
 
 
 IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
 VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
 KINDS = tuple(
-    Kind(name, share, (ConfigError,), as_a_run(prepare))
-    for name, share, prepare in (
-        ("text", 6.0, texts),
-        ("tokenizer", 6.0, tokenizers),
-        ("image folder", 6.0, image_folders),
-        ("image arrays", 4.0, arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
-        ("volume arrays", 4.0, arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
-        ("model folder", 4.0, model_folders),
+    Kind(name, (ConfigError,), functools.partial(as_a_run, prepare))
+    for name, prepare in (
+        ("text", texts),
+        ("tokenizer", tokenizers),
+        ("image folder", image_folders),
+        ("image arrays", arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
+        ("volume arrays", arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
+        ("model folder", model_folders),
     )
 )

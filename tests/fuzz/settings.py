@@ -1,4 +1,4 @@
-"""Plans, configurations, environment variables, command lines and logs."""
+"""Plans, configurations, environment variables, command lines and recipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.app.training.logs import Logs
 from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
@@ -269,28 +268,6 @@ def answer(words: list[str]) -> str:
     return "refused with one line"
 
 
-def logs(folder: Path) -> Callable[[Draw, Path], None]:
-    """Logs that hold anything."""
-    records = [
-        {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)
-    ]
-    good = [json.dumps(record) for record in records]
-
-    def feed(draw: Draw, folder: Path) -> None:
-        log, lines = folder / "log.jsonl", list(good)
-        whole = draw.chance(0.5)
-        if not whole:
-            at = draw.below(len(lines))
-            lines[at] = json.dumps(draw.changed(records[at]))
-        log.write_text("\n".join(lines) + "\n")
-        if whole:
-            draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
-        with Logs(folder, step=draw.below(200)):
-            pass
-
-    return feed
-
-
 MODULES = (
     "embedding", "embedding.tokens", "layer0", "layer*", "layer?.attention", "*.project", "*.output", "layer1.perceptron.0",
     "layer*.perceptron.2", "*.perceptron*", "layer0.attention_norm", "head.1", "head", "*", "", "[", "*.weight",
@@ -345,14 +322,11 @@ def recipes(_: Path) -> Callable[[Draw, Path], str]:
 
 
 KINDS = (
-    Kind(
-        "plan", 10.0, (PlanError, OSError), plans
-    ),  # OSError: as documented; the commands say so in one line
-    Kind("yaml", 10.0, (ConfigError,), yaml),
-    Kind("settings", 8.0, (ConfigError,), any_settings),
-    Kind("environment", 8.0, (ValueError,), environment),
-    Kind("output", 3.0, (ValueError,), outputs),
-    Kind("command line", 8.0, (), command_lines),
-    Kind("log", 2.0, (ValueError,), logs),
-    Kind("recipe", 4.0, (ValueError,), recipes),
+    Kind("plan", (PlanError, OSError), plans),  # OSError: as documented; the commands say so in one line
+    Kind("yaml", (ConfigError,), yaml),
+    Kind("settings", (ConfigError,), any_settings),
+    Kind("environment", (ValueError,), environment),
+    Kind("output", (ValueError,), outputs),
+    Kind("command line", (), command_lines),
+    Kind("recipe", (ValueError,), recipes),
 )

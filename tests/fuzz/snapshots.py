@@ -220,7 +220,7 @@ def resume(resumed: Snapshot) -> None:
 
 
 KINDS = (
-    Kind("snapshot-damaged", 14.0, (SnapshotError,), damaged),
-    Kind("snapshot-forged", 14.0, (SnapshotError,), forged),
-    Kind("resume", 18.0, (ConfigError, SnapshotError), resumed),
+    Kind("snapshot-damaged", (SnapshotError,), damaged),
+    Kind("snapshot-forged", (SnapshotError,), forged),
+    Kind("resume", (ConfigError, SnapshotError), resumed),
 )

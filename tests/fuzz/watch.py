@@ -48,7 +48,6 @@ class Kind:
 
     Attributes:
         name: in reports and for ``--kinds``.
-        share: of all inputs, relative to those of the other kinds.
         errors: classes that an input may end in.
         prepare: makes valid input in a folder, once, and returns a function. That feeds one input, which it makes of draws in an
             empty folder, and returns the outcome in a word, or None if the input was accepted. Beside the folder lies ``outside``,
@@ -56,7 +55,6 @@ class Kind:
     """
 
     name: str
-    share: float
     errors: tuple[type[BaseException], ...]
     prepare: Callable[[Path], Callable[[Draw, Path], str | None]]
 
