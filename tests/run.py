@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from helpers.controllers import HOROVODRUN
 from helpers.fork_server import fork_server
@@ -103,12 +103,10 @@ def belongs(path: str, run: Run) -> bool:
     """Whether a run has a test in a file, or in a folder."""
     place = ROOT / path.split("::")[0]
     files = place.rglob("test_*.py") if place.is_dir() else [place]
-    texts = [
-        text for text in (file.read_text(encoding="utf-8") for file in files) if kind_of(text) == run.kind
-    ]
-    if run.kind != "ranks":
-        return bool(texts)
-    return any(run.ranks in sizes_of(text) for text in texts)
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return any(
+        kind_of(text) == run.kind and (run.kind != "ranks" or run.ranks in sizes_of(text)) for text in texts
+    )
 
 
 @functools.cache
@@ -158,10 +156,8 @@ def shared_environment() -> dict[str, str]:
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
     # Hundreds of processes import PyTorch: what is compiled must be kept, here if not beside the sources.
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        environment |= {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": f"{temporary_folder()}/compiled",
-        }
+        environment["PYTHONDONTWRITEBYTECODE"] = ""
+        environment["PYTHONPYCACHEPREFIX"] = f"{temporary_folder()}/compiled"
     if library := sleeping_wait():
         environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
     return environment
@@ -198,29 +194,20 @@ def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[
         environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
         environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # conftest.py tells why
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
-        start_new_session=True,
-    )
+    errors = None if output is None else subprocess.STDOUT
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
     deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and not _interrupted.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.2)
-        process.terminate()  # a launcher that is asked to end also ends its ranks, which are in other sessions
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
         return None
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait(10)
-        raise
     finally:
+        if process.poll() is None:
+            process.terminate()  # a launcher that is asked to end also ends its ranks, which are in other sessions
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -230,11 +217,9 @@ def execute_beside(runs: Sequence[tuple[Run, list[str]]], variables: Mapping[str
     left = iter(runs)  # of all lanes
 
     def follow(output: IO[str] | None) -> list[Result]:
-        results = []
-        for run, arguments in left:
-            if not _interrupted.is_set():
-                results.append(execute(run, arguments, variables, output))
-        return results
+        return [
+            execute(run, arguments, variables, output) for run, arguments in left if not _interrupted.is_set()
+        ]
 
     with contextlib.ExitStack() as stack:
         outputs: list[IO[str] | None] = [None]
@@ -274,7 +259,7 @@ def _outcomes(cases: Sequence[ElementTree.Element]) -> dict[str, str]:
 
 def _seconds(cases: Sequence[ElementTree.Element]) -> Counter[str]:
     """The seconds of each test file."""
-    seconds: Counter[str] = Counter()
+    seconds = Counter[str]()
     for case in cases:
         seconds[case.get("classname", "")] += float(case.get("time", 0))
     return seconds
@@ -312,13 +297,12 @@ def main(arguments: list[str]) -> int:
         named = QUICK.read_text(encoding="utf-8").split()
         possible = tuple(run for run in RUNS if run in _over("gloo", 2) or run.kind in ("launch", "process"))
 
-    def paths_of(run: Run) -> list[str]:
-        if not named:
-            return list(run.paths)
-        return [path for path in named if run.paths[0] == "tests" and belongs(path, run)]
-
-    runs = [(run, [*options, *paths]) for run in possible if (paths := paths_of(run))]
-    runs = [each for each in runs if each[0].controller != "mpi" or mpi_works()]
+    runs = []
+    for run in possible:
+        chosen = [path for path in named if run.paths[0] == "tests" and belongs(path, run)]
+        paths = chosen if named else run.paths
+        if paths and (run.controller != "mpi" or mpi_works()):
+            runs.append((run, [*options, *paths]))
     with fork_server(shared_environment()) as variables:
         results = execute_beside(runs, variables)
     total: Counter[str] = sum((result.counts for result in results), Counter())

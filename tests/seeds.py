@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent / "helpers"))
 from notes import Note
@@ -135,12 +135,12 @@ def main() -> int:
     checked = 0
     while seeds and time.monotonic() < until:
         found = job.run(seeds, until)
-        for seed in found.failures:
+        for seed, failures in found.failures.items():
             print(
                 f"seed {seed} failed: python tests/seeds.py {options.kind} --np {options.np} --parts {options.parts} "
                 f"--controller {options.controller} --only {seed}"
             )
-            for line in found.lines_of(seed):
+            for line in [line for failure in failures for line in failure.splitlines()[-200:]]:
                 print(f"    {line[:240]}", flush=True)
         failed += found.failures
         ended = {*found.done, *found.failures}
@@ -164,12 +164,8 @@ class Found:
     done: list[Seed] = field(default_factory=list)
     failures: dict[Seed, list[str]] = field(default_factory=dict)
 
-    def lines_of(self, seed: Seed) -> list[str]:
-        return [line for failure in self.failures[seed] for line in failure.splitlines()[-200:]]
 
-
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """How cases are run: of which kind, on how many ranks, in how many parts, over what, for how many seconds each at most."""
 
     kind: str

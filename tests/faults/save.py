@@ -111,20 +111,13 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
 
 
 class SaveTest:
-    """Kills processes within their saves, and checks what each leaves.
-
-    Args:
-        folder: for the snapshots; created here.
-        seed: all moments follow from it.
-    """
+    """Kills processes within their saves to a new folder, at moments that follow from a seed, and checks what each leaves."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True)
         self._folder, self._random = folder, random.Random(seed)
         self._server = multiprocessing.get_context("forkserver")
-        self._server.set_forkserver_preload(
-            ["torch", "hvd_ckpt.snapshots.reader", "hvd_ckpt.snapshots.writer"]
-        )
+        self._server.set_forkserver_preload(["torch", "hvd_ckpt.snapshots.writer"])
         self._next = 1  # number of a write
         self._returned = 0  # number of the last write that had returned
 
@@ -154,8 +147,7 @@ class SaveTest:
                     raise SaveError("the process that saves has ended by itself")
             if aimed:
                 self._await_manifest(step_of(which), before)
-            delay = part * (times[RETURNED][which - 1] - times[BEGUN][which - 1])
-            time.sleep(delay)
+            time.sleep(part * (times[RETURNED][which - 1] - times[BEGUN][which - 1]))
             process.kill()
             while _read(receiver, times):  # what it still said tells which write was killed
                 pass
@@ -164,8 +156,7 @@ class SaveTest:
             process.join()
             receiver.close()
         write = max(times[BEGUN])
-        self._returned = max([self._returned, *times[RETURNED]])
-        self._next = write + 1
+        self._returned, self._next = max([self._returned, *times[RETURNED]]), write + 1
         fault, newest = self._newest_good(write)
         return newest != write, fault
 

@@ -33,40 +33,38 @@ def first_batch(data: Any) -> None:
     train.batch(range(min(len(train), 3)), [0] * min(len(train), 3))
 
 
-def texts(_: Path) -> Callable[[Draw, Path], None]:
+def texts(draw: Draw, folder: Path) -> None:
     """Files and folders of text, of anything."""
+    source, cache, way = folder / "text", folder / "cache", draw.below(4)
+    if way == 0:
+        source.write_text(TEXT)
+        draw.spoil(source, TEXT.encode())
+    elif way == 1:
+        draw.replace(source, TEXT.encode())
+    else:
+        fill(draw, source)
+    if draw.chance(0.1):
+        draw.replace(cache, b"")
+    odd_name = str(source) + draw.choice("", "/", "\n", "\0", "x" * 300)
+    tokens = Tokens(draw.choice(source, source, source, odd_name), None, cache)
+    first_batch(CausalText(tokens, draw.choice(8, 64, 100_000), seed=0))
+    if way > 1 and b"nobody may touch" in tokens.array[:100_000].astype(numpy.uint8).tobytes():
+        raise Finding("a text outside the folder was taken")
 
-    def feed(draw: Draw, folder: Path) -> None:
-        source, cache, way = folder / "text", folder / "cache", draw.below(4)
-        if way == 0:
-            source.write_text(TEXT)
-            draw.spoil(source, TEXT.encode())
-        elif way == 1:
-            draw.replace(source, TEXT.encode())
+
+def fill(draw: Draw, source: Path) -> None:
+    """Makes a folder of texts, some of which are none."""
+    source.mkdir()
+    for name in ("a.txt", "b.py", ".hidden.txt", "d\n.md", "sub/e.txt", "é.txt")[: draw.below(7)]:
+        file = source / name
+        file.parent.mkdir(exist_ok=True)
+        content = TEXT[: draw.choice(0, 50, 2000)].encode()
+        if draw.chance(0.5):
+            draw.replace(file, draw.damaged(content))
         else:
-            fill(draw, source)
-        if draw.chance(0.1):
-            draw.replace(cache, b"")
-        odd_name = str(source) + draw.choice("", "/", "\n", "\0", "x" * 300)
-        tokens = Tokens(draw.choice(source, source, source, odd_name), None, cache)
-        first_batch(CausalText(tokens, draw.choice(8, 64, 100_000), seed=0))
-        if way > 1 and b"nobody may touch" in tokens.array[:100_000].astype(numpy.uint8).tobytes():
-            raise Finding("a text outside the folder was taken")
-
-    def fill(draw: Draw, source: Path) -> None:
-        source.mkdir()
-        for name in ("a.txt", "b.py", ".hidden.txt", "d\n.md", "sub/e.txt", "é.txt")[: draw.below(7)]:
-            file = source / name
-            file.parent.mkdir(exist_ok=True)
-            content = TEXT[: draw.choice(0, 50, 2000)].encode()
-            if draw.chance(0.5):
-                draw.replace(file, draw.damaged(content))
-            else:
-                file.write_bytes(content)
-        if draw.chance(0.3):
-            (source / "loop").symlink_to(source)
-
-    return feed
+            file.write_bytes(content)
+    if draw.chance(0.3):
+        (source / "loop").symlink_to(source)
 
 
 def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
@@ -84,11 +82,10 @@ def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
         text, file = folder / "text.txt", folder / "tokenizer.json"
         text.write_text(TEXT)
         file.write_text(json.dumps(good))
-        way = draw.below(3)
+        way, words = draw.below(3), {**good["model"]["vocab"]}
         if way == 0:
             file.write_text(json.dumps(draw.changed(good)))
         elif way == 1:
-            words = {**good["model"]["vocab"]}
             words[draw.choice(*sorted(words))] = draw.choice(0, 2**31, 2**32 - 1, 2**32, 2**24, -1, 500)
             file.write_text(json.dumps({**good, "model": {**good["model"], "vocab": words}}))
         else:
@@ -247,9 +244,8 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
                 config.write_text(json.dumps({**values, "auto_map": {"AutoModel": "evil.Model"}, **kernel}))
                 (place / "evil.py").write_text("import os\nos.system('true')\n")
             elif way == 5:
-                names = draw.choice(
-                    {"a": "../../outside/x.safetensors"}, {"a": "pytorch_model.bin"}, {"a": 1}, []
-                )
+                files = draw.choice("../../outside/x.safetensors", "pytorch_model.bin", 1, None)
+                names = {"a": files} if files else []
                 (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
             else:
                 draw.spoil(config, PICKLE)
@@ -267,14 +263,14 @@ def as_a_run(prepare: Callable[[Path], Callable[[Draw, Path], None]], folder: Pa
 
 IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
 VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
+PREPARED: dict[str, Callable[[Path], Callable[[Draw, Path], None]]] = {
+    "text": lambda _: texts,
+    "tokenizer": tokenizers,
+    "image folder": image_folders,
+    "image arrays": arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3),
+    "volume arrays": arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2),
+    "model folder": model_folders,
+}
 KINDS = tuple(
-    Kind(name, (ConfigError,), functools.partial(as_a_run, prepare))
-    for name, prepare in (
-        ("text", texts),
-        ("tokenizer", tokenizers),
-        ("image folder", image_folders),
-        ("image arrays", arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
-        ("volume arrays", arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
-        ("model folder", model_folders),
-    )
+    Kind(name, (ConfigError,), functools.partial(as_a_run, prepare)) for name, prepare in PREPARED.items()
 )

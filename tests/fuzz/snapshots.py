@@ -43,6 +43,8 @@ from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
 from hvd_ckpt.snapshots.training_state import set_random_state
 
+PARTS = ("weights", "replicated", "per_rank")  # of what is read
+
 
 def two_snapshots(folder: Path) -> dict[str, bytes]:
     """Writes two good snapshots of two ranks; returns the files of the newer."""
@@ -93,10 +95,7 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
         found = reader.find(path.parent)
         assert found is not None
         got = read_snapshot(found.path, 0)
-        if not all(
-            same(getattr(got, part), getattr(expected, part))
-            for part in ("weights", "replicated", "per_rank")
-        ):
+        if not all(same(getattr(got, part), getattr(expected, part)) for part in PARTS):
             raise Finding(f"{found.path.name} was read and is not what was written")
         if found.path.name != "step-00000001":
             return "the newer one"
@@ -160,21 +159,12 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
         part = draw.choice("replicated", "replicated", "replicated", "per_rank", "per_rank", "weights")
         value = draw.changed(getattr(good, part), LEAF)
         ranks = draw.choice(1, 1, 2, 4)
-        if part == "weights" and not (
-            isinstance(value, dict)
-            and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
-        ):
+        entries = value.items() if isinstance(value, dict) else [(None, None)]
+        if part == "weights" and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in entries):
             return "no snapshot"  # reading never gives such weights
-        given = {
-            "weights": good.weights,
-            "replicated": good.replicated,
-            "per_rank": good.per_rank,
-            part: value,
-        }
-        named = [one for one in state_of(given["weights"]).ranges if one.name.isprintable()]
-        drawn = OfThisRank.of(
-            2, SavedState(given["replicated"], given["per_rank"], [*named, *state_of_run()[3]])
-        )
+        weights, replicated, per_rank = (value if name == part else getattr(good, name) for name in PARTS)
+        named = [one for one in state_of(weights).ranges if one.name.isprintable()]
+        drawn = OfThisRank.of(2, SavedState(replicated, per_rank, [*named, *state_of_run()[3]]))
         manifest = drawn.manifest.model_copy(update={"ranks": ranks})
         resume(dataclasses.replace(drawn, manifest=manifest))
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import add_program
 
 from hvd_ckpt.app.install import cuda, recipe
 from hvd_ckpt.app.install.prerequisites import BuildError
@@ -18,13 +19,6 @@ CUDA_13 = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
 CPU = {"__version__": "2.13.0+cpu", "cuda": None}
 OPERATIONS, ARCHITECTURES = cuda.OPERATIONS_VARIABLE, cuda.ARCHITECTURES_VARIABLE
 SHELL_PATH = "/usr/bin:/bin"
-
-
-def add_program(path: Path, script: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 def add_toolkit(home: Path, release: str = "13.0") -> Path:
@@ -143,29 +137,21 @@ def test_what_cannot_be_built_is_refused_if_it_is_asked_for(
         recipe.detect_target()
 
 
-def test_a_toolkit_is_found_through_a_wrapper_script(machine: Machine) -> None:
-    home = machine.folder / "cuda 13"
-    real = add_toolkit(home)
-    add_program(machine.bin / "nvcc", f'exec "{real}" "$@"')
-    assert cuda.find_toolkit("13.0") == home
-
-
 def test_a_toolkit_is_of_pytorchs_major_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of those on PATH, in CUDA_HOME, on the system and in pip's wheels."""
-    add_program(machine.bin / "nvcc", f'exec "{add_toolkit(machine.folder / "path", "12.8")}" "$@"')
+    """The first of those on PATH (perhaps a script that calls nvcc), in CUDA_HOME, on the system and in pip's wheels."""
     homes = {
-        "13.0": machine.packages / "nvidia" / "cu13",
+        "13.2": machine.packages / "nvidia" / "cu13",
         "12.9": machine.packages / "nvidia" / "cuda_nvcc",
-        "11.8": machine.folder / "usr" / "local" / "cuda",
+        "11.1": cuda.SYSTEM_TOOLKIT,
         "14.0": machine.folder / "home",
     }
     for release, home in homes.items():
-        add_toolkit(home, release)
+        add_toolkit(home, f"{release[:2]}.0")
+    on_path = machine.folder / "cuda 12"
+    add_program(machine.bin / "nvcc", f'exec "{add_toolkit(on_path, "12.8")}" "$@"')
     monkeypatch.setenv("CUDA_HOME", str(homes["14.0"]))
-    assert cuda.find_toolkit("12.6") == machine.folder / "path"
-    for release in ("13.2", "11.1", "14.0"):
-        assert cuda.find_toolkit(release) == homes[f"{release[:2]}.{'8' if release[:2] == '11' else '0'}"]
-    assert cuda.find_toolkit("15.0") is None
+    found = {release: cuda.find_toolkit(release) for release in (*homes, "15.0")}
+    assert found == {**homes, "12.9": on_path, "15.0": None}
     (machine.bin / "nvcc").unlink()
     assert cuda.find_toolkit("12.6") == homes["12.9"]
 
