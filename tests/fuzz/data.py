@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 from hostile import PICKLE, Draw
-from watch import Finding, Kind
+from watch import Feed, Finding, Kind
 
 from hvd_ckpt.app.datasets.images import open_images
 from hvd_ckpt.app.datasets.text import CausalText
@@ -67,7 +67,7 @@ def fill(draw: Draw, source: Path) -> None:
         (source / "loop").symlink_to(source)
 
 
-def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
+def tokenizers(_: Path) -> Feed:
     """JSON files that are not a tokenizer, or one that numbers tokens as no model can take them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -110,7 +110,7 @@ def huge_png(draw: Draw) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-def image_folders(_: Path) -> Callable[[Draw, Path], None]:
+def image_folders(_: Path) -> Feed:
     """Folders of images by class."""
     from PIL import Image
 
@@ -184,7 +184,7 @@ def npy(array: Any, header: str | None = None) -> bytes:
     return content[:8] + len(text).to_bytes(2, "little") + text + content[10 + length :]
 
 
-def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], Callable[[Draw, Path], None]]:
+def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], Feed]:
     """Archives of arrays, of anything."""
 
     def feed(draw: Draw, folder: Path) -> None:
@@ -212,7 +212,7 @@ def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], 
     return lambda _: feed
 
 
-def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
+def model_folders(folder: Path) -> Feed:
     """Folders of Hugging Face models."""
     from transformers.utils import logging
 
@@ -256,14 +256,14 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-def as_a_run(prepare: Callable[[Path], Callable[[Draw, Path], None]], folder: Path) -> Any:
+def as_a_run(prepare: Callable[[Path], Feed], folder: Path) -> Any:
     """A run turns errors of its data into one line."""
     return config_errors(OSError)(prepare(folder))
 
 
 IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
 VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
-PREPARED: dict[str, Callable[[Path], Callable[[Draw, Path], None]]] = {
+PREPARED: dict[str, Callable[[Path], Feed]] = {
     "text": lambda _: texts,
     "tokenizer": tokenizers,
     "image folder": image_folders,

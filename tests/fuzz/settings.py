@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from hostile import ODD, TEXTS, Draw
 from torch import nn
-from watch import Finding, Kind, check_message
+from watch import Feed, Finding, Kind, check_message
 
 from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
@@ -31,7 +30,7 @@ from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
 
 
-def plans(folder: Path) -> Callable[[Draw, Path], None]:
+def plans(folder: Path) -> Feed:
     """A plan file gives a plan that fits the model, or none."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     plan(model, torch.ones(4, 8), budget="min").save(folder / "plan.json")
@@ -84,7 +83,7 @@ HOSTILE_YAML = (
 )
 
 
-def yaml(folder: Path) -> Callable[[Draw, Path], None]:
+def yaml(folder: Path) -> Feed:
     """A configuration file gives settings that survive another file, or one line."""
     content = (
         "model: gpt-tiny\nmodel_options: {layers: 2}\nsteps: 20\nbatch: 8\naccumulate: 2\noptimizer: adamw\n"
@@ -199,7 +198,7 @@ VALUES = (
 )  # fmt: skip
 
 
-def command_lines(_: Path) -> Callable[[Draw, Path], str]:
+def command_lines(_: Path) -> Feed:
     """Any flags with any values: the work begins, help is shown, or one line says why not, with exit status 2."""
     set_single_copy({})  # starts a process, once
     flags: dict[tuple[str, ...], list[str]] = {}

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from snapshot_files import (
     write_ranks,
 )
 from torch import Tensor
-from watch import Finding, Kind
+from watch import Feed, Finding, Kind
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.resume import Progress, check_resumed, check_state, plan_text
@@ -58,7 +57,7 @@ def two_snapshots(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 
-def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
+def damaged(prepared: Path) -> Feed:
     """Whatever happens to a snapshot's files, what is read is what was written; else the one before is found."""
     files = two_snapshots(prepared)
     expected = read_snapshot(prepared / "good" / "step-00000001", 0)
@@ -119,7 +118,7 @@ LEAF = (
 """A value of any type that a state file can hold."""
 
 
-def forged(prepared: Path) -> Callable[[Draw, Path], None]:
+def forged(prepared: Path) -> Feed:
     """Right checksums over wrong content: a SnapshotError, or a state."""
     files = two_snapshots(prepared)
     names = [name for name in files if name != "manifest.json"]
@@ -150,7 +149,7 @@ def forged(prepared: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
+def resumed(prepared: Path) -> Feed:
     """State that is not of a run, or of another: an error before anything is used, or a run that continues."""
     good = read_snapshot(write(prepared, 2, *state_of_run()), 0)
     resume(good)

@@ -20,10 +20,6 @@ from commands import add_program, run_command
 pytestmark = pytest.mark.launch
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = re.compile(  # of the script, or handed on by it
-    r"DOCKER_(GPUS|IMAGE|BUILD_FLAGS|RUN_FLAGS)$|BASE_IMAGE$|NP$|OMP_|HOROVOD_|OMPI_|NCCL_|GLOO_"
-)
-
 STAND_IN = r"""
 printf '%s\0' "$@" >"$CALLS/$(ls "$CALLS" | wc -l)"
 case "$1" in
@@ -43,7 +39,7 @@ class Desk:
         for path in (self.folder, self.calls, self.bin):
             path.mkdir()
         add_program(self.bin / "docker", STAND_IN, "/usr/bin/env bash")
-        self.environment = {name: value for name, value in os.environ.items() if not SETTINGS.match(name)} | {
+        self.environment = {
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "CALLS": str(self.calls),
             "DAEMON": "20.10",
