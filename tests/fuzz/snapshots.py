@@ -79,7 +79,6 @@ def damaged(prepared: Path) -> Feed:
         elif way == 4:
             draw.choice(*present).write_bytes(files[draw.choice(*files)])
         elif way == 5:
-            shutil.rmtree(path)
             draw.replace(path, b"no folder")
         elif way < 9:
             draw.flip(draw.choice(*present))

@@ -32,6 +32,7 @@ class Machine:
     """A machine without CUDA, but for what a test adds: programs on ``PATH``, and packages beside PyTorch."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
         self.folder, self.bin, self.packages = folder, folder / "bin", folder / "site-packages"
         monkeypatch.setattr(cuda, "_site_packages", lambda: [self.packages])
         monkeypatch.setattr(cuda, "SYSTEM_TOOLKIT", folder / "usr" / "local" / "cuda")
@@ -57,9 +58,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize("operations", ["NCCL", "HOST"])
-def test_a_build_is_for_the_gpus_at_hand(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, operations: str
-) -> None:
+def test_a_build_is_for_the_gpus_at_hand(machine: Machine, operations: str) -> None:
     """One that goes through host memory has CUDA, and none of the operations of NCCL."""
     machine.add_gpus("9.0", "8.0", "9.0", "[N/A]", "12.0")
     home, nccl = machine.packages / "nvidia" / "cu13", machine.packages / "nvidia" / "nccl"
@@ -67,8 +66,8 @@ def test_a_build_is_for_the_gpus_at_hand(
     (home / "lib64").mkdir()
     machine.add_nccl(nccl)
     if operations == "HOST":
-        monkeypatch.setenv(OPERATIONS, operations)
-        monkeypatch.setenv(ARCHITECTURES, "80,90,120")
+        machine.patch.setenv(OPERATIONS, operations)
+        machine.patch.setenv(ARCHITECTURES, "80,90,120")
     target = recipe.detect_target()
     assert (target.gpu.kind, target.gpu.architectures) == (operations, "80,90,120")
     assert target.gpu.home == str(home)
@@ -88,9 +87,7 @@ def test_a_build_is_for_the_gpus_at_hand(
     assert library.resolve() == nccl / "lib" / "libnccl.so.2"
 
 
-def test_without_a_gpu_or_nvcc_a_build_is_for_the_cpu_unless_it_is_asked_for(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_or_nvcc_a_build_is_for_the_cpu_unless_it_is_asked_for(machine: Machine) -> None:
     add_toolkit(cuda.SYSTEM_TOOLKIT)
     for variable, value, kind, architectures in (
         (OPERATIONS, "", None, None),
@@ -99,12 +96,12 @@ def test_without_a_gpu_or_nvcc_a_build_is_for_the_cpu_unless_it_is_asked_for(
         (OPERATIONS, "HOST", "HOST", None),
         (ARCHITECTURES, "80, 90", "NCCL", "80,90"),
     ):
-        with monkeypatch.context() as patch:
+        with machine.patch.context() as patch:
             patch.setenv(variable, value)
             gpu = recipe.detect_target().gpu
         assert (gpu.kind, gpu.architectures) == (kind, architectures)
         assert OPERATIONS in gpu.described  # the way to another build
-    monkeypatch.setattr(cuda, "SYSTEM_TOOLKIT", machine.folder / "nothing")
+    machine.patch.setattr(cuda, "SYSTEM_TOOLKIT", machine.folder / "nothing")
     machine.add_gpus("9.0")
     gpu = recipe.detect_target().gpu
     assert gpu.kind is None and "nvcc of CUDA 13" in gpu.described
@@ -120,24 +117,19 @@ def test_without_a_gpu_or_nvcc_a_build_is_for_the_cpu_unless_it_is_asked_for(
     ],
 )
 def test_what_cannot_be_built_is_refused_if_it_is_asked_for(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    torch: dict[str, Any],
-    variable: str,
-    value: str,
-    message: str,
+    machine: Machine, torch: dict[str, Any], variable: str, value: str, message: str
 ) -> None:
     machine.add_gpus("9.0")
     if torch is CPU:
         add_toolkit(machine.packages / "nvidia" / "cu13")
-    monkeypatch.setattr(recipe.runpy, "run_path", lambda path: torch)
+    machine.patch.setattr(recipe.runpy, "run_path", lambda path: torch)
     assert recipe.detect_target().gpu.kind is None
-    monkeypatch.setenv(variable, value)
+    machine.patch.setenv(variable, value)
     with pytest.raises(BuildError, match=message):
         recipe.detect_target()
 
 
-def test_a_toolkit_is_of_pytorchs_major_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_toolkit_is_of_pytorchs_major_version(machine: Machine) -> None:
     """The first of those on PATH (perhaps a script that calls nvcc), in CUDA_HOME, on the system and in pip's wheels."""
     homes = {
         "13.2": machine.packages / "nvidia" / "cu13",
@@ -149,7 +141,7 @@ def test_a_toolkit_is_of_pytorchs_major_version(machine: Machine, monkeypatch: p
         add_toolkit(home, f"{release[:2]}.0")
     on_path = machine.folder / "cuda 12"
     add_program(machine.bin / "nvcc", f'exec "{add_toolkit(on_path, "12.8")}" "$@"')
-    monkeypatch.setenv("CUDA_HOME", str(homes["14.0"]))
+    machine.patch.setenv("CUDA_HOME", str(homes["14.0"]))
     found = {release: cuda.find_toolkit(release) for release in (*homes, "15.0")}
     assert found == {**homes, "12.9": on_path, "15.0": None}
     (machine.bin / "nvcc").unlink()
@@ -174,12 +166,12 @@ def test_the_parts_of_wheels_are_put_together(machine: Machine) -> None:
     assert cuda.arrange_toolkit(whole, machine.folder / "other") == whole
 
 
-def test_nccl_is_found_beside_pytorch_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_found_beside_pytorch_first(machine: Machine) -> None:
     beside, home = machine.packages / "nvidia" / "nccl", machine.folder / "nccl"
     with pytest.raises(BuildError, match="NCCL_HOME"):
         cuda.find_nccl()
     machine.add_nccl(home)
-    monkeypatch.setenv("NCCL_HOME", str(home))
+    machine.patch.setenv("NCCL_HOME", str(home))
     assert cuda.find_nccl() == (home / "include", home / "lib" / "libnccl.so.2")
     machine.add_nccl(beside)
     assert cuda.find_nccl() == (beside / "include", beside / "lib" / "libnccl.so.2")
