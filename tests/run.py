@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from helpers.controllers import HOROVODRUN
 from helpers.fork_server import fork_server
@@ -138,8 +138,7 @@ def sleeping_wait() -> str | None:
     return library if made else None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How many tests of a run had which outcome, and the seconds that it and each of its files took."""
 
     run: Run
@@ -173,8 +172,8 @@ def execute(
         results = Path(folder)
         environment = {**shared_environment(), **(variables if run.forked else {})}
         status = _call(run, run.command(results, arguments), environment, output)
-        cases = [_cases(results / f"{rank}.xml") for rank in range(run.ranks)]
-    outcomes = [None if each is None else _outcomes(each) for each in cases]
+        seconds = [Counter[str]() for _ in range(run.ranks)]
+        outcomes = [_outcomes(results / f"{rank}.xml", seconds[rank]) for rank in range(run.ranks)]
     counts = Counter(_merge([one for one in outcomes if one is not None]).values())
     problem = None
     if status is None:
@@ -184,7 +183,7 @@ def execute(
     if problem and not _interrupted.is_set():
         print(f"error: {run.title} {problem}.", file=output, flush=True)
         counts["failed"] += 1
-    return Result(run, counts, time.monotonic() - start, _seconds(cases[0] or []))
+    return Result(run, counts, time.monotonic() - start, seconds[0])
 
 
 def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[str] | None) -> int | None:
@@ -239,30 +238,20 @@ def execute_beside(runs: Sequence[tuple[Run, list[str]]], variables: Mapping[str
     return results
 
 
-def _cases(path: Path) -> list[ElementTree.Element] | None:
-    """The tests in one rank's JUnit file; None if that rank did not get to write it."""
+def _outcomes(path: Path, seconds: Counter[str]) -> dict[str, str] | None:
+    """Each test's outcome in one rank's JUnit file, whose seconds it adds up; None if that rank did not get to write it."""
     try:
-        return list(ElementTree.parse(path).iter("testcase"))
+        cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         return None
-
-
-def _outcomes(cases: Sequence[ElementTree.Element]) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     for number, case in enumerate(cases):
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         name = f"{case.get('classname')}::{case.get('name')}" if case.get("name") else str(number)
         outcomes[name] = max(outcome, outcomes.get(name, "passed"), key=ORDER.__getitem__)
-    return outcomes
-
-
-def _seconds(cases: Sequence[ElementTree.Element]) -> Counter[str]:
-    """The seconds of each test file."""
-    seconds = Counter[str]()
-    for case in cases:
         seconds[case.get("classname", "")] += float(case.get("time", 0))
-    return seconds
+    return outcomes
 
 
 def _merge(ranks: list[dict[str, str]]) -> dict[str, str]:
