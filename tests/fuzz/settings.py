@@ -1,4 +1,4 @@
-"""Plans, configurations, environment variables, command lines and recipes."""
+"""Plans, configurations, environment variables, command lines, logs and recipes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.logs import Logs
 from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
@@ -245,6 +246,20 @@ def answer(words: list[str]) -> str:
     return "refused with one line"
 
 
+def logs(draw: Draw, folder: Path) -> None:
+    """Logs that hold anything."""
+    log = folder / "log.jsonl"
+    records: list[Any] = [{"step": at, "kind": "train", "loss": 3.0 / at} for at in range(10, 130, 10)]
+    spoilt = draw.chance(0.5)
+    if not spoilt:
+        records[draw.below(len(records))] = draw.changed(records[0])
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    if spoilt:
+        draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
+    with Logs(folder, step=draw.below(200)):
+        pass
+
+
 MODULES = (
     "embedding", "embedding.tokens", "layer0", "layer*", "layer?.attention", "*.project", "*.output", "layer1.perceptron.0",
     "layer*.perceptron.2", "*.perceptron*", "layer0.attention_norm", "head.1", "head", "*", "", "[", "*.weight",
@@ -295,5 +310,6 @@ KINDS = (
     Kind("environment", (ValueError,), lambda _: environment),
     Kind("output", (ValueError,), lambda _: outputs),
     Kind("command line", (), command_lines),
+    Kind("log", (ValueError,), lambda _: logs),
     Kind("recipe", (ValueError,), lambda _: recipes),
 )

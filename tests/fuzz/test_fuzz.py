@@ -10,5 +10,5 @@ from seeds import KINDS, Job
 
 
 def test_hostile_inputs_end_in_one_line_and_change_nothing() -> None:
-    found = Job("fuzz", 1, 1, "gloo", KINDS["fuzz"].seconds).run(range(16))
-    assert not found.failures and len(found.done) == 16
+    found = Job("fuzz", 1, 1, "gloo", KINDS["fuzz"].seconds).run(range(17))
+    assert not found.failures and len(found.done) == 17
