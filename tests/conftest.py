@@ -23,10 +23,13 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+from all_ranks import folder_of_all_ranks
+from controllers import HOROVODRUN
 from fork_server import fork_server, is_running
 from kinds import SELECTIONS, kind_of, sizes_of
 from quick_planner import quick_planner
 
+import hvd_ckpt as hc
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
 HANG_SECONDS = 300
@@ -38,8 +41,6 @@ _status = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     if not LAUNCHED:
         return
-    import hvd_ckpt as hc
-
     config.option.maxfail = 1
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Milliseconds; with more ranks than cores, the idle cycles of one rank cost the others, over Gloo above all.
@@ -57,8 +58,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text(encoding="utf-8")
     kind = kind_of(text)
     if LAUNCHED:
-        import hvd_ckpt as hc
-
         return None if kind == "ranks" and hc.size() in sizes_of(text) else True
     if kind == "ranks":
         return True
@@ -68,17 +67,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what does not run on this number of ranks over this controller."""
-    if not LAUNCHED:
-        return
-    chosen = [item for item in items if _runs_here(item)]
-    left = [item for item in items if not _runs_here(item)]
-    items[:] = chosen
-    config.hook.pytest_deselected(items=left)
+    if LAUNCHED:
+        config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
+        items[:] = filter(_runs_here, items)
 
 
 def _runs_here(item: pytest.Item) -> bool:
-    import hvd_ckpt as hc
-
     marker = item.get_closest_marker("ranks")
     assert marker is not None, item.nodeid
     over = {name: tuple(marker.kwargs.get(name, ())) for name in ("gloo", "mpi")}
@@ -118,8 +112,6 @@ def _in_step_with_the_others(pytestconfig: pytest.Config) -> Iterator[None]:
     if not LAUNCHED:
         yield
         return
-    import hvd_ckpt as hc
-
     # What is written to the stderr of a test is lost when this ends the process.
     stderr = pytestconfig.stash[fault_handler_stderr_fd_key]
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=stderr)
@@ -152,8 +144,6 @@ def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     if LAUNCHED or not any(item.get_closest_marker("launch") for item in request.session.items):
         yield
         return
-    from controllers import HOROVODRUN
-
     from hvd_ckpt.app.compare.runner import jobs
 
     with contextlib.ExitStack() as stack:
@@ -171,8 +161,6 @@ def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """One temporary folder for all ranks."""
-    from all_ranks import folder_of_all_ranks
-
     with folder_of_all_ranks() as path:
         yield path
 
@@ -180,7 +168,5 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def module_folder() -> Iterator[Path]:
     """One for all tests of a file."""
-    from all_ranks import folder_of_all_ranks
-
     with folder_of_all_ranks() as path:
         yield path

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from helpers.controllers import HOROVODRUN
 from helpers.fork_server import fork_server
@@ -103,12 +103,10 @@ def belongs(path: str, run: Run) -> bool:
     """Whether a run has a test in a file, or in a folder."""
     place = ROOT / path.split("::")[0]
     files = place.rglob("test_*.py") if place.is_dir() else [place]
-    texts = [
-        text for text in (file.read_text(encoding="utf-8") for file in files) if kind_of(text) == run.kind
-    ]
-    if run.kind != "ranks":
-        return bool(texts)
-    return any(run.ranks in sizes_of(text) for text in texts)
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return any(
+        kind_of(text) == run.kind and (run.kind != "ranks" or run.ranks in sizes_of(text)) for text in texts
+    )
 
 
 @functools.cache
@@ -140,8 +138,7 @@ def sleeping_wait() -> str | None:
     return library if made else None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How many tests of a run had which outcome, and the seconds that it and each of its files took."""
 
     run: Run
@@ -158,10 +155,8 @@ def shared_environment() -> dict[str, str]:
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
     # Hundreds of processes import PyTorch: what is compiled must be kept, here if not beside the sources.
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        environment |= {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": f"{temporary_folder()}/compiled",
-        }
+        environment["PYTHONDONTWRITEBYTECODE"] = ""
+        environment["PYTHONPYCACHEPREFIX"] = f"{temporary_folder()}/compiled"
     if library := sleeping_wait():
         environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
     return environment
@@ -177,8 +172,8 @@ def execute(
         results = Path(folder)
         environment = {**shared_environment(), **(variables if run.forked else {})}
         status = _call(run, run.command(results, arguments), environment, output)
-        cases = [_cases(results / f"{rank}.xml") for rank in range(run.ranks)]
-    outcomes = [None if each is None else _outcomes(each) for each in cases]
+        seconds = [Counter[str]() for _ in range(run.ranks)]
+        outcomes = [_outcomes(results / f"{rank}.xml", seconds[rank]) for rank in range(run.ranks)]
     counts = Counter(_merge([one for one in outcomes if one is not None]).values())
     problem = None
     if status is None:
@@ -188,7 +183,7 @@ def execute(
     if problem and not _interrupted.is_set():
         print(f"error: {run.title} {problem}.", file=output, flush=True)
         counts["failed"] += 1
-    return Result(run, counts, time.monotonic() - start, _seconds(cases[0] or []))
+    return Result(run, counts, time.monotonic() - start, seconds[0])
 
 
 def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[str] | None) -> int | None:
@@ -198,29 +193,20 @@ def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[
         environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
         environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # conftest.py tells why
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
-        start_new_session=True,
-    )
+    errors = None if output is None else subprocess.STDOUT
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
     deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and not _interrupted.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.2)
-        process.terminate()  # a launcher that is asked to end also ends its ranks, which are in other sessions
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
         return None
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait(10)
-        raise
     finally:
+        if process.poll() is None:
+            process.terminate()  # a launcher that is asked to end also ends its ranks, which are in other sessions
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -230,11 +216,9 @@ def execute_beside(runs: Sequence[tuple[Run, list[str]]], variables: Mapping[str
     left = iter(runs)  # of all lanes
 
     def follow(output: IO[str] | None) -> list[Result]:
-        results = []
-        for run, arguments in left:
-            if not _interrupted.is_set():
-                results.append(execute(run, arguments, variables, output))
-        return results
+        return [
+            execute(run, arguments, variables, output) for run, arguments in left if not _interrupted.is_set()
+        ]
 
     with contextlib.ExitStack() as stack:
         outputs: list[IO[str] | None] = [None]
@@ -254,30 +238,20 @@ def execute_beside(runs: Sequence[tuple[Run, list[str]]], variables: Mapping[str
     return results
 
 
-def _cases(path: Path) -> list[ElementTree.Element] | None:
-    """The tests in one rank's JUnit file; None if that rank did not get to write it."""
+def _outcomes(path: Path, seconds: Counter[str]) -> dict[str, str] | None:
+    """Each test's outcome in one rank's JUnit file, whose seconds it adds up; None if that rank did not get to write it."""
     try:
-        return list(ElementTree.parse(path).iter("testcase"))
+        cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         return None
-
-
-def _outcomes(cases: Sequence[ElementTree.Element]) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     for number, case in enumerate(cases):
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         name = f"{case.get('classname')}::{case.get('name')}" if case.get("name") else str(number)
         outcomes[name] = max(outcome, outcomes.get(name, "passed"), key=ORDER.__getitem__)
-    return outcomes
-
-
-def _seconds(cases: Sequence[ElementTree.Element]) -> Counter[str]:
-    """The seconds of each test file."""
-    seconds: Counter[str] = Counter()
-    for case in cases:
         seconds[case.get("classname", "")] += float(case.get("time", 0))
-    return seconds
+    return outcomes
 
 
 def _merge(ranks: list[dict[str, str]]) -> dict[str, str]:
@@ -312,13 +286,12 @@ def main(arguments: list[str]) -> int:
         named = QUICK.read_text(encoding="utf-8").split()
         possible = tuple(run for run in RUNS if run in _over("gloo", 2) or run.kind in ("launch", "process"))
 
-    def paths_of(run: Run) -> list[str]:
-        if not named:
-            return list(run.paths)
-        return [path for path in named if run.paths[0] == "tests" and belongs(path, run)]
-
-    runs = [(run, [*options, *paths]) for run in possible if (paths := paths_of(run))]
-    runs = [each for each in runs if each[0].controller != "mpi" or mpi_works()]
+    runs = []
+    for run in possible:
+        chosen = [path for path in named if run.paths[0] == "tests" and belongs(path, run)]
+        paths = chosen if named else run.paths
+        if paths and (run.controller != "mpi" or mpi_works()):
+            runs.append((run, [*options, *paths]))
     with fork_server(shared_environment()) as variables:
         results = execute_beside(runs, variables)
     total: Counter[str] = sum((result.counts for result in results), Counter())

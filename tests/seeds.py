@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent / "helpers"))
 from notes import Note
@@ -103,9 +103,7 @@ KINDS = {
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        log, kind, ranks, parts, controller, *seeds = sys.argv[2:]
-        work = Work(Path(log), KINDS[kind], (int(ranks), int(parts), controller))
-        work.run(list(map(seed_of, seeds)))
+        work(*sys.argv[2:])
         return 0
     kinds = "\n".join(f"    {name:14}{kind.what}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
@@ -121,26 +119,24 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further case begins")
     parser.add_argument("--only", type=seed_of, metavar="SEED", help="this case alone, printed")
     options = parser.parse_args()
-    kind = KINDS[options.kind]
-    job = Job(options.kind, options.np, options.parts, options.controller, options.stall or kind.seconds)
+    kind, where = KINDS[options.kind], (options.np, options.parts, options.controller)
+    job = Job(options.kind, *where, options.stall or kind.seconds)
     began = time.monotonic()
     until = began + 60 * options.minutes
     seeds: list[Seed] = list(range(options.seed, options.seed + options.number))
     if options.only is not None:
         seeds = [options.only]
         kind.enter()
-        case = kind.draw(options.only, options.np, options.parts, options.controller)
-        pprint.pprint(case, width=140)
-    failed: list[Seed] = []
-    checked = 0
+        pprint.pprint(kind.draw(options.only, *where), width=140)
+    failed, checked = list[Seed](), 0
     while seeds and time.monotonic() < until:
         found = job.run(seeds, until)
-        for seed in found.failures:
+        for seed, failures in found.failures.items():
             print(
                 f"seed {seed} failed: python tests/seeds.py {options.kind} --np {options.np} --parts {options.parts} "
                 f"--controller {options.controller} --only {seed}"
             )
-            for line in found.lines_of(seed):
+            for line in [line for failure in failures for line in failure.splitlines()[-200:]]:
                 print(f"    {line[:240]}", flush=True)
         failed += found.failures
         ended = {*found.done, *found.failures}
@@ -164,12 +160,8 @@ class Found:
     done: list[Seed] = field(default_factory=list)
     failures: dict[Seed, list[str]] = field(default_factory=dict)
 
-    def lines_of(self, seed: Seed) -> list[str]:
-        return [line for failure in self.failures[seed] for line in failure.splitlines()[-200:]]
 
-
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """How cases are run: of which kind, on how many ranks, in how many parts, over what, for how many seconds each at most."""
 
     kind: str
@@ -183,9 +175,8 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="hvd_ckpt_seeds_") as folder:
             log = Path(folder, "log")
             log.touch()
-            with open(Path(folder, "output"), "w+") as output:
-                process = self._start(log, seeds, output)
-                why = self._wait(process, log, until)
+            with tempfile.TemporaryFile("w+") as output:
+                why = self._wait(self._start(log, seeds, output), log, until)
                 output.seek(0)
                 said = output.read()[-3000:]
             found, current = Found(), None
@@ -236,47 +227,42 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-class Work:
+def work(log: str, name: str, ranks: str, parts: str, controller: str, *seeds: str) -> None:
     """One process of a job: checks the cases of seeds, and adds lines to the log (rank 0)."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    import torch
 
-    def __init__(self, log: Path, kind: Kind, place: tuple[int, int, str]) -> None:
-        self.kind = kind
-        self._log, self._place, self._number = log, place, 0
+    torch.set_num_threads(1)
+    kind, number = KINDS[name], 0
+    if kind.on_ranks:
+        import hvd_ckpt as hc
+        from hvd_ckpt.processes.grid import current
 
-    def run(self, seeds: Sequence[Seed]) -> None:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        warnings.simplefilter("ignore")
-        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-        import torch
+        hc.init(**{kind.parts: int(parts)})
+        number = current().number
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it has started ends with it
 
-        torch.set_num_threads(1)
-        if self.kind.on_ranks:
-            import hvd_ckpt as hc
-            from hvd_ckpt.processes.grid import current
-
-            hc.init(**{self.kind.parts: self._place[1]})
-            self._number = current().number
-        else:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it has started ends with it
-        self.kind.enter()
-        gc.freeze()  # programs collect garbage often
-        for seed in seeds:
-            self._tell("begin", seed)
-            try:
-                for text in self.kind.check(self.kind.draw(seed, *self._place)):
-                    self._tell("note" if isinstance(text, Note) else "fail", text)
-            except BaseException:
-                with open(f"{self._log}.{self._number}", "w") as file:
-                    traceback.print_exc(file=file)
-                if not self.kind.on_ranks:
-                    raise
-                os._exit(1)  # the other ranks may wait
-            self._tell("end")
-
-    def _tell(self, *words: Any) -> None:
-        if self._number == 0:
-            with open(self._log, "a") as file:
+    def tell(*words: Any) -> None:
+        if number == 0:
+            with open(log, "a") as file:
                 file.write(f"{json.dumps(words)}\n")
+
+    kind.enter()
+    gc.freeze()  # programs collect garbage often
+    for seed in map(seed_of, seeds):
+        tell("begin", seed)
+        try:
+            for text in kind.check(kind.draw(seed, int(ranks), int(parts), controller)):
+                tell("note" if isinstance(text, Note) else "fail", text)
+        except BaseException:
+            Path(f"{log}.{number}").write_text(traceback.format_exc())
+            if not kind.on_ranks:
+                raise
+            os._exit(1)  # the other ranks may wait
+        tell("end")
 
 
 if __name__ == "__main__":

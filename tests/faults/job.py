@@ -80,17 +80,13 @@ def write_text(path: Path) -> None:
 
 
 class TrainJob(Process):
-    """``hvd-ckpt train`` with some arguments, launched at once; leaving the context ends all its processes.
-
-    Attributes:
-        token: the mark of all its processes.
-    """
+    """``hvd-ckpt train`` with some arguments, launched at once; leaving the context ends all its processes."""
 
     def __init__(
         self, size: int, controller: str, arguments: list[str], log_file: Path, elastic: bool = False
     ) -> None:
         self.log_file = log_file
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)  # the mark of all its processes
         self._size, self._elastic = size, elastic
         options = elastic_options(size, log_file.parent) if elastic else []
         program = ("hvd_ckpt.app.cli.main", "train")
@@ -127,9 +123,9 @@ class TrainJob(Process):
                 if (rank := rank_of(process)) is not None:
                     # Of the processes that carry the number of a rank, the oldest.
                     ranks.setdefault(_place_of(process) if self._elastic else rank, process.pid)
+            size = self._size
             if self._elastic:
-                ranks = dict(enumerate(ranks.values()))
-            size = len(ranks) if self._elastic else self._size
+                ranks, size = dict(enumerate(ranks.values())), len(ranks)
             numbers = range(size) if who == ALL else [int(who.removeprefix("rank ")) % max(size, 1)]
             if not ranks or any(number not in ranks for number in numbers):
                 return False
@@ -180,10 +176,9 @@ class RunView:
 
 
 def _log(run: Path) -> bytes:
-    try:
+    with contextlib.suppress(OSError):
         return (run / "log.jsonl").read_bytes()
-    except OSError:
-        return b""
+    return b""
 
 
 def logged_step(run: Path) -> int:

@@ -15,9 +15,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from faults.checks import differences, newest_good, unreadable
 from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
@@ -48,10 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # further settings
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
 NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
 WHO = {"one": 0.5, ALL: 0.25, LAUNCHER: 0.25}
-SIGNALS = {
-    "ranks": {"SIGKILL": 0.8, "SIGTERM": 0.1, "SIGINT": 0.1},
-    "launcher": {"SIGKILL": 0.5, "SIGTERM": 0.3, "SIGINT": 0.2},
-}
+SIGNALS = {"SIGKILL": 0.8, "SIGTERM": 0.1, "SIGINT": 0.1}  # for ranks
+SIGNALS_TO_LAUNCHER = {"SIGKILL": 0.5, "SIGTERM": 0.3, "SIGINT": 0.2}
 WHEN = {RUNNING: 0.6, SNAPSHOT: 0.25, START: 0.15}
 LONGEST_START = 6.0  # seconds
 LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
@@ -60,77 +57,55 @@ LIMIT = 30.0  # seconds that processes may take to go
 SECONDS = 300.0  # of one launch
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One signal.
+class Kill(NamedTuple):
+    """One signal."""
 
-    Attributes:
-        who: ``rank 1``, ``all ranks`` or ``launcher``.
-        signal: its name.
-        when: ``step``: when the log contains the step ``at``; ``snapshot``: when a snapshot is being written at that step or later;
-            ``start``: ``at`` seconds after the launch.
-        at: a step or seconds.
-        delay: seconds after that.
-    """
-
-    who: str
+    who: str  # ``rank 1``, ``all ranks`` or ``launcher``
     signal: str
+    # ``step``: when the log contains the step ``at``; ``snapshot``: when a snapshot is being written at that step or later;
+    # ``start``: ``at`` seconds after the launch.
     when: str
     at: float
-    delay: float
+    delay: float  # seconds after that
 
 
-@dataclass(frozen=True)
-class FaultPlan:
-    """The kills of one run; after each the run is started again.
-
-    Attributes:
-        seed: the plan follows from it.
-        size: number of ranks.
-        controller: starts the ranks.
-        layout: of the ranks, one of :data:`LAYOUTS`.
-        kills: one for each launch but the last, unless the run ends before.
-    """
+class FaultPlan(NamedTuple):
+    """The kills of one run, one for each launch but the last, unless the run ends before; after each it is started again."""
 
     seed: int
-    size: int
+    size: int  # ranks
     controller: str
     layout: str
     kills: tuple[Kill, ...]
 
-
-def settings_of(layout: str) -> dict[str, Any]:
-    """Settings of the runs of a layout."""
-    return {**SETTINGS, **LAYOUTS[layout]}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the run."""
+        return {**SETTINGS, **LAYOUTS[self.layout]}
 
 
 def draw(seed: int, size: int, controller: str) -> FaultPlan:
     """The plan of a seed."""
     generator = random.Random(seed)
-    even, elastic = size % 2 == 0, size > 1 and controller == "gloo"
-    fits = {
-        "ranks": True,
-        "stages": even,
-        "parts": even,
-        "replicas": not size & (size - 1),
-        "elastic": elastic,
-    }
-    layout = generator.choice(["ranks"] * 3 + [name for name, can in fits.items() if can])
+    layouts = ["ranks"] * 4 + ["stages", "parts"] * (size % 2 == 0)
+    layouts += ["replicas"] * (not size & (size - 1)) + ["elastic"] * (size > 1 and controller == "gloo")
+    layout = generator.choice(layouts)
 
     def one_of(weights: dict[Any, float]) -> Any:
         return generator.choices(list(weights), list(weights.values()))[0]
 
     def kill(step: int) -> Kill:
         who = one_of(WHO)
-        signal = one_of(SIGNALS["launcher" if who == LAUNCHER else "ranks"])
+        signal = one_of(SIGNALS_TO_LAUNCHER if who == LAUNCHER else SIGNALS)
         when = one_of(WHEN)
         at = generator.uniform(0, LONGEST_START) if when == START else step
         rank = generator.randrange(size)
         delay = generator.uniform(0, LONGEST_DELAY[when])
         return Kill(f"rank {rank}" if who == "one" else who, signal, when, round(at, 3), round(delay, 4))
 
-    moments = sorted(generator.sample(range(1, settings_of(layout)["steps"]), one_of(NUMBER_OF_KILLS)))
-    return FaultPlan(seed, size, controller, layout, tuple(kill(step) for step in moments))
+    plan = FaultPlan(seed, size, controller, layout, ())
+    moments = sorted(generator.sample(range(1, plan.settings["steps"]), one_of(NUMBER_OF_KILLS)))
+    return plan._replace(kills=tuple(map(kill, moments)))
 
 
 @functools.cache
@@ -151,15 +126,14 @@ def check(plan: FaultPlan) -> Iterator[str]:
     sizes = [1 << power for power in range(size.bit_length())] if replicated else [size]
     reference = place / f"undisturbed-{sizes[0]}-{controller}"
     if not reference.exists():
-        undisturbed = _Course(FaultPlan(0, sizes[0], controller, plan.layout, ()), reference, sizes[:1])
+        undisturbed = _Course(plan._replace(seed=0, size=sizes[0], kills=()), reference, sizes[:1])
         if faults := undisturbed.run():
             raise RuntimeError(f"the undisturbed run of {sizes[0]} ranks over {controller}: {faults}")
     course = _Course(plan, place / f"seed-{plan.seed}-{size}-{controller}", sizes)
     faults = course.run()
     if course.ended:
-        compared = differences(
-            course.path, reference / "run", course.settings["steps"], None if replicated else size
-        )
+        ranks = None if replicated else size
+        compared = differences(course.path, reference / "run", plan.settings["steps"], ranks)
         faults += [f"differs: {name}" for name in compared]
     yield from faults
     kills = f"{len(course.writing)} kills, {sum(course.writing)} of them while writing"
@@ -173,15 +147,13 @@ class _Course:
 
     Attributes:
         path: the folder of the run.
-        settings: of the run.
         ended: whether it has come to its end.
         writing: for each kill that did not come too late, whether a snapshot was being written.
     """
 
     def __init__(self, plan: FaultPlan, folder: Path, sizes: Sequence[int]) -> None:
         folder.mkdir()
-        self.path, self.settings = folder / "run", settings_of(plan.layout)
-        self.ended, self.writing = False, list[bool]()
+        self.path, self.ended, self.writing = folder / "run", False, list[bool]()
         self._plan, self._sizes = plan, sizes
         self._elastic = plan.layout == "elastic" and bool(plan.kills)
         self._kills = list(plan.kills)  # still to come
@@ -204,7 +176,7 @@ class _Course:
         arguments = ["--resume", str(self.path)]
         if not (self.path / "config.yaml").exists():
             text = self.path.parents[1] / "text.txt"
-            arguments = flags({**self.settings, "data": f"text:{text}", "output": self.path})
+            arguments = flags({**self._plan.settings, "data": f"text:{text}", "output": self.path})
         view, log = RunView(self.path), self.path.parent / f"log-{number}.txt"
         with TrainJob(size, self._plan.controller, arguments, log, self._elastic) as job:
             was_killed = self._watch(job, view)
@@ -216,7 +188,7 @@ class _Course:
         first, newest = job.first_step(), newest_good(self.path)
         if (first is not None and first - 1 < before) or newest < self._newest:
             wrong.append("committed steps are lost")
-        self.ended = status == 0 and newest == self.settings["steps"]
+        self.ended = status == 0 and newest == self._plan.settings["steps"]
         if status is None:
             wrong.append(f"no end after {SECONDS:.0f} s (log: {log})")
         elif not self.ended and not was_killed:

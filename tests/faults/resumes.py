@@ -36,14 +36,9 @@ def _pair(rng: random.Random) -> dict[str, Any]:
     # A tied weight of two stages has a whole gradient.
     split = any(one.get("stages", 1) > 1 and one["shard"] > 1 for one in (there, here))
     average = rng.random() < 0.3 and not ("local" in there or "local" in here)
-    return {
-        "there": there,
-        "here": here,
-        "optimizer": rng.choice(list(OPTIMIZERS)),
-        "average": average,
-        "dtype": rng.choice(("float32", "float32", "bfloat16")),
-        "tied": rng.random() < 0.3 and not split,
-    }
+    case = {"there": there, "here": here, "optimizer": rng.choice(list(OPTIMIZERS)), "average": average}
+    dtype = rng.choice(("float32", "float32", "bfloat16"))
+    return {**case, "dtype": dtype, "tied": rng.random() < 0.3 and not split}
 
 
 def _layout(rng: random.Random, replicas: int) -> dict[str, Any]:
@@ -91,9 +86,8 @@ def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
         model = hc.tensor_parallel(model, sequence=layout.get("sequence", False))
     if stages > 1:
         model = hc.Pipeline(model, chunks=1)
-    wrapped = getattr(torch.optim, case["optimizer"])(
-        model.parameters(), lr=0.01, **OPTIMIZERS[case["optimizer"]]
-    )
+    kind = getattr(torch.optim, case["optimizer"])
+    wrapped = kind(model.parameters(), lr=0.01, **OPTIMIZERS[case["optimizer"]])
     options = {name: layout[name] for name in ("shard", "within", "offload", "replicas") if layout.get(name)}
     named = list(model.named_parameters())
     if "local" in layout:
@@ -118,20 +112,21 @@ def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
         if average is not None:
             average.update_parameters()
 
-    def save(number: int, where: str) -> None:
-        with hc.Snapshots(folder / where, model=model, optimizer=optimizer, average=average) as snapshots:
-            snapshots.save(number)
+    def snapshots_in(name: str) -> hc.Snapshots:
+        return hc.Snapshots(folder / name, model=model, optimizer=optimizer, average=average)
 
     if resumes:
-        with hc.Snapshots(folder / "there", model=model, optimizer=optimizer, average=average) as snapshots:
+        with snapshots_in("there") as snapshots:
             assert snapshots.resume() == SAVED
     else:
         for _ in range(SAVED):
             step()
-    save(SAVED, "here" if resumes else "there")
+    with snapshots_in("here" if resumes else "there") as snapshots:
+        snapshots.save(SAVED)
     if case["there"] == case["here"]:
         step()
-        save(NEXT, "here-next" if resumes else "there-next")
+        with snapshots_in("here-next" if resumes else "there-next") as snapshots:
+            snapshots.save(NEXT)
 
 
 def work(folder: Path, part: str) -> None:
@@ -173,13 +168,10 @@ def _faults(folder: Path, case: dict[str, Any]) -> Iterator[str]:
         yield "a rank ended without an error"
         return
     same = case["there"] == case["here"]
-    for step, suffix in (SAVED, ""), (NEXT, "-next"):
-        if suffix and not same:
-            return
+    for step, suffix in [(SAVED, ""), (NEXT, "-next")][: 1 + same]:
         name = f"step-{step:08d}"
-        there, here = (
-            read_snapshot(folder / f"{part}{suffix}" / "snapshots" / name, 0) for part in ("there", "here")
-        )
+        folders = (folder / f"{part}{suffix}" / "snapshots" for part in ("there", "here"))
+        there, here = (read_snapshot(each / name, 0) for each in folders)
         kinds = {name.partition("/")[0] for name in {**there.manifest.tensors, **here.manifest.tensors}}
         if not {"weights"} <= kinds or sum(kind.startswith("optimizer.") for kind in kinds) == 0:
             yield f"{name} has {kinds}"

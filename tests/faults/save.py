@@ -59,42 +59,26 @@ def check(seed: int) -> Iterator[str]:
     yield Note(f"seed {seed}: {len(kills)} kills, {writing} of them within a write")
 
 
-class _Content:
+def _content(number: int) -> dict[str, Any]:
     """The state that is saved in the ``number``-th write; every number in it grows from write to write."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.weights = {f"layer{i}": _numbers(size, number) for i, size in enumerate(SIZES)}
-        self.optimizer = [_numbers(size, 2 * number) for size in SIZES[:2]]
-
-    def next(self) -> None:
-        """Becomes the content of the next write, in place."""
-        self.number += 1
-        for tensor in self.weights.values():
-            tensor += 1
-        for tensor in self.optimizer:
-            tensor += 2
-
-    def state(self) -> dict[str, Any]:
-        """What is written."""
-        replicated = {"number": self.number, "optimizer": self.optimizer}
-        return {"weights": self.weights, "replicated": replicated, "per_rank": {"number": self.number}}
-
-    def fault(self, snapshot: reader.Snapshot) -> str | None:
-        """How a snapshot differs from this content."""
-        if snapshot.manifest.step != step_of(self.number):
-            return f"write {self.number} has step {snapshot.manifest.step} instead of {step_of(self.number)}"
-        saved = {
-            "weights": snapshot.weights,
-            "replicated": snapshot.replicated,
-            "per_rank": snapshot.per_rank,
-        }
-        wrong = next(differing("state", self.state(), saved), None)
-        return wrong and f"write {self.number} has another {wrong} than was written"
+    weights = {f"layer{i}": _numbers(size, number) for i, size in enumerate(SIZES)}
+    optimizer = [_numbers(size, 2 * number) for size in SIZES[:2]]
+    replicated = {"number": number, "optimizer": optimizer}
+    return {"weights": weights, "replicated": replicated, "per_rank": {"number": number}}
 
 
 def _numbers(size: int, start: int) -> Tensor:
     return torch.arange(size, dtype=torch.float64) + start if size < 1 << 19 else torch.arange(size) + start
+
+
+def _advance(content: dict[str, Any]) -> None:
+    """Makes it that of the next write, in place."""
+    for tensor in content["weights"].values():
+        tensor += 1
+    for tensor in content["replicated"]["optimizer"]:
+        tensor += 2
+    for plain in ("replicated", "per_rank"):
+        content[plain] = {**content[plain], "number": content[plain]["number"] + 1}
 
 
 def step_of(number: int) -> int:
@@ -110,37 +94,30 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
 
     try:
         torch.set_num_threads(1)
-        content = _Content(number)
+        content = _content(number)
         token, blocking = os.urandom(4).hex(), writer == WRITERS[0]
         with SnapshotWriter(folder, KEEP, 0, 1, token, fail, blocking) as snapshots:
             while True:
-                written = content.number
-                pipe.send((BEGUN, written, time.monotonic()))
-                snapshots.begin(step_of(written), state_of(**content.state()))
+                pipe.send((BEGUN, number, time.monotonic()))
+                snapshots.begin(step_of(number), state_of(**content))
                 snapshots.before_update()
-                content.next()  # as soon as the writer allows it, so that a copy taken too late is found
+                _advance(content)  # as soon as the writer allows it, so that a copy taken too late is found
                 snapshots.wait()
-                pipe.send((RETURNED, written, time.monotonic()))
+                pipe.send((RETURNED, number, time.monotonic()))
+                number += 1
     except BaseException as error:
         traceback.print_exc()
         pipe.send((FAILED, f"{type(error).__name__}: {error}".splitlines()[0], 0.0))
 
 
 class SaveTest:
-    """Kills processes within their saves, and checks what each leaves.
-
-    Args:
-        folder: for the snapshots; created here.
-        seed: all moments follow from it.
-    """
+    """Kills processes within their saves to a new folder, at moments that follow from a seed, and checks what each leaves."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True)
         self._folder, self._random = folder, random.Random(seed)
         self._server = multiprocessing.get_context("forkserver")
-        self._server.set_forkserver_preload(
-            ["torch", "hvd_ckpt.snapshots.reader", "hvd_ckpt.snapshots.writer"]
-        )
+        self._server.set_forkserver_preload(["torch", "hvd_ckpt.snapshots.writer"])
         self._next = 1  # number of a write
         self._returned = 0  # number of the last write that had returned
 
@@ -170,8 +147,7 @@ class SaveTest:
                     raise SaveError("the process that saves has ended by itself")
             if aimed:
                 self._await_manifest(step_of(which), before)
-            delay = part * (times[RETURNED][which - 1] - times[BEGUN][which - 1])
-            time.sleep(delay)
+            time.sleep(part * (times[RETURNED][which - 1] - times[BEGUN][which - 1]))
             process.kill()
             while _read(receiver, times):  # what it still said tells which write was killed
                 pass
@@ -180,8 +156,7 @@ class SaveTest:
             process.join()
             receiver.close()
         write = max(times[BEGUN])
-        self._returned = max([self._returned, *times[RETURNED]])
-        self._next = write + 1
+        self._returned, self._next = max([self._returned, *times[RETURNED]]), write + 1
         fault, newest = self._newest_good(write)
         return newest != write, fault
 
@@ -210,7 +185,12 @@ class SaveTest:
             return f"a snapshot in place is damaged: {warned[0].message}", number
         if not self._returned <= number <= write:
             return f"it is of write {number}, and write {self._returned} had returned", number
-        return _Content(number).fault(snapshot), number
+        if snapshot.manifest.step != step_of(number):
+            return f"write {number} has step {snapshot.manifest.step} instead of {step_of(number)}", number
+        content = _content(number)
+        found_in = {part: getattr(snapshot, part) for part in content}
+        wrong = next(differing("state", content, found_in), None)
+        return wrong and f"write {number} has another {wrong} than was written", number
 
 
 def _read(pipe: Connection, times: dict[str, dict[int, float]]) -> bool:

@@ -89,9 +89,8 @@ def _grown(job: TrainJob, seconds: float) -> Iterator[str]:
         for process, taken in samples.items():
             with contextlib.suppress(psutil.Error):
                 memory = process.memory_full_info()
-                taken.append(
-                    (memory.rss / 2**20, memory.uss / 2**20, process.num_fds(), process.num_threads())
-                )
+                counts = process.num_fds(), process.num_threads()
+                taken.append((memory.rss / 2**20, memory.uss / 2**20, *counts))
         # Until the next multiple of the interval, so that the time of reading does not add up.
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
     yield Note(f"{times[-1] / 60:.1f} minutes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,7 @@ pytestmark = pytest.mark.launch
 
 @pytest.mark.parametrize(
     ("layout", "who", "when"),
-    [
-        ("ranks", "all ranks", "step"),
-        ("stages", "rank 1", "snapshot"),
-        ("elastic", "rank 1", "step"),
-    ],
+    [("ranks", "all ranks", "step"), ("stages", "rank 1", "snapshot"), ("elastic", "rank 1", "step")],
 )
 def test_a_killed_run_ends_as_the_undisturbed_one(layout: str, who: str, when: str) -> None:
     (note,) = kill.check(FaultPlan(9, 2, "gloo", layout, (Kill(who, "SIGKILL", when, 20, 0.0),)))
@@ -35,33 +30,27 @@ def test_killed_saves_leave_a_good_snapshot(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(note, Note)
 
 
-PARTS: list[dict[str, Any]] = [
-    {"ranks": 1},
-    {"ranks": 2, "tensor": 2},
-    {"ranks": 4, "stages": 2, "tensor": 2},
-    {"ranks": 4, "stages": 2, "tensor": 2, "sequence": True},
-    {"ranks": 4, "tensor": 2, "shard": 3},
-    {"ranks": 4, "tensor": 2, "shard": 2},
-]
-
-
 def test_jobs_of_other_layouts_resume_with_the_same_bits() -> None:
     """Some that are drawn, some in parts of layers, and some with averaged weights."""
-    drawn = resumes.draw(1, 0, "")[:4]
-    one, two, staged, sequence, parameters, gradients = PARTS
-    pairs = (two, one), (two, staged), (parameters, two), (parameters, parameters), (one, gradients)
-    common = {"optimizer": "AdamW", "average": False, "dtype": "float32", "tied": False}
-    in_parts = [
-        {**common, "there": there, "here": here}
-        for there, here in (*pairs, (sequence, sequence), (sequence, one))
+    one, two = {"ranks": 1}, {"ranks": 2, "tensor": 2}
+    staged = {"ranks": 4, "stages": 2, "tensor": 2}
+    sequence = {**staged, "sequence": True}
+    gradients, parameters = ({"ranks": 4, "tensor": 2, "shard": stage} for stage in (2, 3))
+    in_parts = (two, one), (two, staged), (parameters, two), (parameters, parameters), (one, gradients)
+    layouts = [(*pair, False) for pair in (*in_parts, (sequence, sequence), (sequence, one))]
+    layouts += [
+        ({"ranks": 2, "shard": there}, {"ranks": 2, "shard": here}, True) for there, here in ((0, 3), (2, 1))
     ]
-    in_parts += [
+    pairs = [
         {
-            **common,
-            "average": True,
-            "there": {"ranks": 2, "shard": there},
-            "here": {"ranks": 2, "shard": here},
+            "optimizer": "AdamW",
+            "dtype": "float32",
+            "tied": False,
+            "there": there,
+            "here": here,
+            "average": average,
         }
-        for there, here in ((0, 3), (2, 1))
+        for there, here, average in layouts
     ]
-    assert [text for text in resumes.check([*drawn, *in_parts]) if not isinstance(text, Note)] == []
+    drawn = resumes.draw(1, 0, "")[:4]
+    assert [text for text in resumes.check([*drawn, *pairs]) if not isinstance(text, Note)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -15,14 +16,14 @@ from typing import Any
 
 import numpy
 from hostile import PICKLE, Draw
-from watch import Finding, Kind
+from watch import Feed, Finding, Kind
 
 from hvd_ckpt.app.datasets.images import open_images
 from hvd_ckpt.app.datasets.text import CausalText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.datasets.volumes import open_volumes
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.app.training.config import ConfigError
+from hvd_ckpt.app.training.config import ConfigError, config_errors
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
 
@@ -32,43 +33,41 @@ def first_batch(data: Any) -> None:
     train.batch(range(min(len(train), 3)), [0] * min(len(train), 3))
 
 
-def texts(_: Path) -> Callable[[Draw, Path], None]:
+def texts(draw: Draw, folder: Path) -> None:
     """Files and folders of text, of anything."""
+    source, cache, way = folder / "text", folder / "cache", draw.below(4)
+    if way == 0:
+        source.write_text(TEXT)
+        draw.spoil(source, TEXT.encode())
+    elif way == 1:
+        draw.replace(source, TEXT.encode())
+    else:
+        fill(draw, source)
+    if draw.chance(0.1):
+        draw.replace(cache, b"")
+    odd_name = str(source) + draw.choice("", "/", "\n", "\0", "x" * 300)
+    tokens = Tokens(draw.choice(source, source, source, odd_name), None, cache)
+    first_batch(CausalText(tokens, draw.choice(8, 64, 100_000), seed=0))
+    if way > 1 and b"nobody may touch" in tokens.array[:100_000].astype(numpy.uint8).tobytes():
+        raise Finding("a text outside the folder was taken")
 
-    def feed(draw: Draw, folder: Path) -> None:
-        source, cache, way = folder / "text", folder / "cache", draw.below(4)
-        if way == 0:
-            source.write_text(TEXT)
-            draw.spoil(source, TEXT.encode())
-        elif way == 1:
-            draw.replace(source, TEXT.encode())
+
+def fill(draw: Draw, source: Path) -> None:
+    """Makes a folder of texts, some of which are none."""
+    source.mkdir()
+    for name in ("a.txt", "b.py", ".hidden.txt", "d\n.md", "sub/e.txt", "é.txt")[: draw.below(7)]:
+        file = source / name
+        file.parent.mkdir(exist_ok=True)
+        content = TEXT[: draw.choice(0, 50, 2000)].encode()
+        if draw.chance(0.5):
+            draw.replace(file, draw.damaged(content))
         else:
-            fill(draw, source)
-        if draw.chance(0.1):
-            draw.replace(cache, b"")
-        odd_name = str(source) + draw.choice("", "/", "\n", "\0", "x" * 300)
-        tokens = Tokens(draw.choice(source, source, source, odd_name), None, cache)
-        first_batch(CausalText(tokens, draw.choice(8, 64, 100_000), seed=0))
-        if way > 1 and b"nobody may touch" in tokens.array[:100_000].astype(numpy.uint8).tobytes():
-            raise Finding("a text outside the folder was taken")
-
-    def fill(draw: Draw, source: Path) -> None:
-        source.mkdir()
-        for name in ("a.txt", "b.py", ".hidden.txt", "d\n.md", "sub/e.txt", "é.txt")[: draw.below(7)]:
-            file = source / name
-            file.parent.mkdir(exist_ok=True)
-            content = TEXT[: draw.choice(0, 50, 2000)].encode()
-            if draw.chance(0.5):
-                draw.replace(file, draw.damaged(content))
-            else:
-                file.write_bytes(content)
-        if draw.chance(0.3):
-            (source / "loop").symlink_to(source)
-
-    return feed
+            file.write_bytes(content)
+    if draw.chance(0.3):
+        (source / "loop").symlink_to(source)
 
 
-def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
+def tokenizers(_: Path) -> Feed:
     """JSON files that are not a tokenizer, or one that numbers tokens as no model can take them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -83,11 +82,10 @@ def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
         text, file = folder / "text.txt", folder / "tokenizer.json"
         text.write_text(TEXT)
         file.write_text(json.dumps(good))
-        way = draw.below(3)
+        way, words = draw.below(3), {**good["model"]["vocab"]}
         if way == 0:
             file.write_text(json.dumps(draw.changed(good)))
         elif way == 1:
-            words = {**good["model"]["vocab"]}
             words[draw.choice(*sorted(words))] = draw.choice(0, 2**31, 2**32 - 1, 2**32, 2**24, -1, 500)
             file.write_text(json.dumps({**good, "model": {**good["model"], "vocab": words}}))
         else:
@@ -112,15 +110,14 @@ def huge_png(draw: Draw) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-def image_folders(_: Path) -> Callable[[Draw, Path], None]:
+def image_folders(_: Path) -> Feed:
     """Folders of images by class."""
     from PIL import Image
 
+    image = Image.fromarray(numpy.arange(360, dtype=numpy.uint8).reshape(12, 10, 3))
     pictures = {}
     for ending in ("png", "jpeg", "gif", "bmp", "tiff", "webp", "ppm"):
-        Image.fromarray(numpy.arange(360, dtype=numpy.uint8).reshape(12, 10, 3)).save(
-            stream := io.BytesIO(), ending
-        )
+        image.save(stream := io.BytesIO(), ending)
         pictures[ending] = stream.getvalue()
 
     def feed(draw: Draw, folder: Path) -> None:
@@ -141,8 +138,7 @@ def image_folders(_: Path) -> Callable[[Draw, Path], None]:
         way, plain = draw.below(6), file.is_file() and not file.is_symlink()
         if way == 0 and plain:
             file.write_bytes(huge_png(draw))
-        elif way == 1 and file.parent.is_dir() and not file.parent.is_symlink():
-            shutil.rmtree(file.parent)
+        elif way == 1:
             draw.replace(file.parent, b"")
         elif way == 2:
             (source / "loop").unlink(missing_ok=True)
@@ -186,7 +182,7 @@ def npy(array: Any, header: str | None = None) -> bytes:
     return content[:8] + len(text).to_bytes(2, "little") + text + content[10 + length :]
 
 
-def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], Callable[[Draw, Path], None]]:
+def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], Feed]:
     """Archives of arrays, of anything."""
 
     def feed(draw: Draw, folder: Path) -> None:
@@ -214,7 +210,7 @@ def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], 
     return lambda _: feed
 
 
-def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
+def model_folders(folder: Path) -> Feed:
     """Folders of Hugging Face models."""
     from transformers.utils import logging
 
@@ -246,9 +242,8 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
                 config.write_text(json.dumps({**values, "auto_map": {"AutoModel": "evil.Model"}, **kernel}))
                 (place / "evil.py").write_text("import os\nos.system('true')\n")
             elif way == 5:
-                names = draw.choice(
-                    {"a": "../../outside/x.safetensors"}, {"a": "pytorch_model.bin"}, {"a": 1}, []
-                )
+                files = draw.choice("../../outside/x.safetensors", "pytorch_model.bin", 1, None)
+                names = {"a": files} if files else []
                 (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
             else:
                 draw.spoil(config, PICKLE)
@@ -259,35 +254,21 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-def as_a_run(
-    prepare: Callable[[Path], Callable[[Draw, Path], None]],
-) -> Callable[[Path], Callable[[Draw, Path], None]]:
+def as_a_run(prepare: Callable[[Path], Feed], folder: Path) -> Any:
     """A run turns errors of its data into one line."""
-
-    def prepared(folder: Path) -> Callable[[Draw, Path], None]:
-        feed = prepare(folder)
-
-        def run(draw: Draw, folder: Path) -> None:
-            try:
-                feed(draw, folder)
-            except (ValueError, OSError) as error:
-                raise ConfigError(str(error)) from None
-
-        return run
-
-    return prepared
+    return config_errors(OSError)(prepare(folder))
 
 
 IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
 VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
+PREPARED: dict[str, Callable[[Path], Feed]] = {
+    "text": lambda _: texts,
+    "tokenizer": tokenizers,
+    "image folder": image_folders,
+    "image arrays": arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3),
+    "volume arrays": arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2),
+    "model folder": model_folders,
+}
 KINDS = tuple(
-    Kind(name, share, (ConfigError,), as_a_run(prepare))
-    for name, share, prepare in (
-        ("text", 6.0, texts),
-        ("tokenizer", 6.0, tokenizers),
-        ("image folder", 6.0, image_folders),
-        ("image arrays", 4.0, arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
-        ("volume arrays", 4.0, arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
-        ("model folder", 4.0, model_folders),
-    )
+    Kind(name, (ConfigError,), functools.partial(as_a_run, prepare)) for name, prepare in PREPARED.items()
 )

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import pickle
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,13 @@ class Draw:
         if self.chance(0.6):
             file.write_bytes(self.damaged(content, other))
         else:
-            file.unlink()
             self.replace(file, content)
 
     def replace(self, file: Path, content: bytes) -> None:
         """Makes something of that name that is not a plain file, or an odd one, or nothing."""
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        file.unlink(missing_ok=True)
         root = next(one.parent for one in file.parents if one.name == "input")
         way = self.below(9)
         if way == 0:

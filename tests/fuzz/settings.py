@@ -1,13 +1,11 @@
-"""Plans, configurations, environment variables, command lines and logs."""
+"""Plans, configurations, environment variables, command lines, logs and recipes."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from hostile import ODD, TEXTS, Draw
 from torch import nn
-from watch import Finding, Kind, check_message
+from watch import Feed, Finding, Kind, check_message
 
 from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
@@ -33,7 +31,7 @@ from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
 
 
-def plans(folder: Path) -> Callable[[Draw, Path], None]:
+def plans(folder: Path) -> Feed:
     """A plan file gives a plan that fits the model, or none."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     plan(model, torch.ones(4, 8), budget="min").save(folder / "plan.json")
@@ -86,7 +84,7 @@ HOSTILE_YAML = (
 )
 
 
-def yaml(folder: Path) -> Callable[[Draw, Path], None]:
+def yaml(folder: Path) -> Feed:
     """A configuration file gives settings that survive another file, or one line."""
     content = (
         "model: gpt-tiny\nmodel_options: {layers: 2}\nsteps: 20\nbatch: 8\naccumulate: 2\noptimizer: adamw\n"
@@ -123,17 +121,11 @@ def survives(made: Config, folder: Path) -> None:
             raise Finding(f"after a file, {name} is {after[name]!r:.99} and was {value!r:.99}")
 
 
-def any_settings(_: Path) -> Callable[[Draw, Path], None]:
+def any_settings(draw: Draw, folder: Path) -> None:
     """Any value for any setting."""
-
-    def feed(draw: Draw, folder: Path) -> None:
-        names = [
-            draw.choice(*Config.model_fields, *Config.model_fields, *TEXTS)
-            for _ in range(draw.choice(1, 1, 2, 5))
-        ]
-        survives(Config.make({"model": "gpt-tiny", **{name: draw(ODD) for name in names}}), folder)
-
-    return feed
+    names = (*Config.model_fields, *Config.model_fields, *TEXTS)
+    values = {draw.choice(*names): draw(ODD) for _ in range(draw.choice(1, 1, 2, 5))}
+    survives(Config.make({"model": "gpt-tiny", **values}), folder)
 
 
 VARIABLES = (
@@ -147,51 +139,38 @@ NO_NUMBERS = (
 )  # fmt: skip
 
 
-def environment(_: Path) -> Callable[[Draw, Path], None]:
+def environment(draw: Draw, folder: Path) -> None:
     """Variables that hold rubbish: what is read of them is a number that can be, or an error of one line."""
-
-    def feed(draw: Draw, folder: Path) -> None:
-        chosen = {draw.choice(*VARIABLES): draw.choice(*NO_NUMBERS) for _ in range(draw.choice(1, 1, 2, 4))}
-        with mock.patch.dict(os.environ, chosen):
-            launchers.check_environment()
-            rank, local = launchers.launched_rank() or 0, runtime._launched_local_size()
-            if not (0 <= rank < 2**31 and 0 <= local < 2**31):
-                raise Finding(f"rank {rank}, local size {local} of {chosen}")
-            runtime._is_on(runtime.AUTOTUNE_VARIABLE)
-            with mock.patch.dict(os.environ):
-                runtime._set_crowded_defaults()
-            with (
-                mock.patch("hvd_ckpt.utils.folders.make_writable"),
-                suppress(OSError),
-            ):  # makes it, wherever it is
-                cache_folder()
-
-    return feed
+    chosen = {draw.choice(*VARIABLES): draw.choice(*NO_NUMBERS) for _ in range(draw.choice(1, 1, 2, 4))}
+    with mock.patch.dict(os.environ, chosen), mock.patch("hvd_ckpt.utils.folders.make_writable"):
+        launchers.check_environment()
+        rank, local = launchers.launched_rank() or 0, runtime._launched_local_size()
+        if not (0 <= rank < 2**31 and 0 <= local < 2**31):
+            raise Finding(f"rank {rank}, local size {local} of {chosen}")
+        runtime._is_on(runtime.AUTOTUNE_VARIABLE)
+        runtime._set_crowded_defaults()
+        with suppress(OSError):  # makes it, wherever it is
+            cache_folder()
 
 
-def outputs(_: Path) -> Callable[[Draw, Path], None]:
+def outputs(draw: Draw, folder: Path) -> None:
     """A folder to write to: a new or empty one, or an error; what is in the way stays."""
-
-    def feed(draw: Draw, folder: Path) -> None:
-        place, way = folder / "run", draw.below(5)
-        if way in (0, 2):
-            place.mkdir()
-        if way == 0:
-            (place / "kept").write_text("kept")
-        elif way == 1:
-            place.symlink_to(draw.choice(folder.parent / "outside", "nowhere", "run", "/etc", "/dev/null"))
-        elif way == 3:
-            draw.replace(place, b"kept")
-        elif way == 4:
-            (folder / "file").touch()
-            place = draw.choice(
-                "/dev/null/x", "/dev/null", *(folder / name for name in ("file/x", "x" * 300, "a\nb", ""))
-            )
-        found = new_folder(str(place), "train")
-        if not found.is_dir() or any(found.iterdir()) or not str(found).startswith(str(folder)):
-            raise Finding(f"{found} is to be written to")
-
-    return feed
+    place, way = folder / "run", draw.below(5)
+    if way in (0, 2):
+        place.mkdir()
+    if way == 0:
+        (place / "kept").write_text("kept")
+    elif way == 1:
+        place.symlink_to(draw.choice(folder.parent / "outside", "nowhere", "run", "/etc", "/dev/null"))
+    elif way == 3:
+        draw.replace(place, b"kept")
+    elif way == 4:
+        (folder / "file").touch()
+        names = (folder / name for name in ("file/x", "x" * 300, "a\nb", ""))
+        place = draw.choice("/dev/null/x", "/dev/null", *names)
+    found = new_folder(str(place), "train")
+    if not found.is_dir() or any(found.iterdir()) or not str(found).startswith(str(folder)):
+        raise Finding(f"{found} is to be written to")
 
 
 class Stop(Exception):
@@ -220,7 +199,7 @@ VALUES = (
 )  # fmt: skip
 
 
-def command_lines(_: Path) -> Callable[[Draw, Path], str]:
+def command_lines(_: Path) -> Feed:
     """Any flags with any values: the work begins, help is shown, or one line says why not, with exit status 2."""
     set_single_copy({})  # starts a process, once
     flags: dict[tuple[str, ...], list[str]] = {}
@@ -242,9 +221,7 @@ def command_lines(_: Path) -> Callable[[Draw, Path], str]:
                 words.append(draw.choice(*WORDS))
         with ExitStack() as stack:
             for name in STOPS:
-                module, _, attribute = name.rpartition(".")
-                if hasattr(import_module(module), attribute):
-                    stack.enter_context(mock.patch(name, side_effect=Stop))
+                stack.enter_context(mock.patch(name, side_effect=Stop))
             return answer([word.replace("\0", "") for word in words])
 
     return feed
@@ -269,26 +246,18 @@ def answer(words: list[str]) -> str:
     return "refused with one line"
 
 
-def logs(folder: Path) -> Callable[[Draw, Path], None]:
+def logs(draw: Draw, folder: Path) -> None:
     """Logs that hold anything."""
-    records = [
-        {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)
-    ]
-    good = [json.dumps(record) for record in records]
-
-    def feed(draw: Draw, folder: Path) -> None:
-        log, lines = folder / "log.jsonl", list(good)
-        whole = draw.chance(0.5)
-        if not whole:
-            at = draw.below(len(lines))
-            lines[at] = json.dumps(draw.changed(records[at]))
-        log.write_text("\n".join(lines) + "\n")
-        if whole:
-            draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
-        with Logs(folder, step=draw.below(200)):
-            pass
-
-    return feed
+    log = folder / "log.jsonl"
+    records: list[Any] = [{"step": at, "kind": "train", "loss": 3.0 / at} for at in range(10, 130, 10)]
+    spoilt = draw.chance(0.5)
+    if not spoilt:
+        records[draw.below(len(records))] = draw.changed(records[0])
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    if spoilt:
+        draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
+    with Logs(folder, step=draw.below(200)):
+        pass
 
 
 MODULES = (
@@ -301,58 +270,46 @@ SPLITS = (
 )  # fmt: skip
 
 
-def recipes(_: Path) -> Callable[[Draw, Path], str]:
+def recipes(draw: Draw, folder: Path) -> str:
     """Recipes and shapes that fit, or not: a model keeps slices of all that is split, or stays as it is."""
-
-    def feed(draw: Draw, folder: Path) -> str:
-        width, heads = draw.choice((8, 4), (8, 2), (6, 3), (12, 4), (5, 1))
-        sizes = {
-            "vocabulary": draw.choice(1, 3, 7, 12),
-            "length": 4,
-            "width": width,
-            "heads": heads,
-            "layers": 2,
-        }
-        model = gpt(**sizes, tied=draw.chance(0.5))
-        before = {name: (id(one), one.numel()) for name, one in model.named_parameters()}
-        recipe: Any = {
-            draw.choice(*MODULES, *TEXTS): draw.choice(*SPLITS) if draw.chance(0.9) else draw(ODD)
-            for _ in range(draw.choice(1, 1, 2, 4))
-        }
-        if draw.chance(0.3):
-            recipe = draw.choice(None, draw(ODD))
-        tensor, sequence = draw.choice(1, 2, 2, 3, 4), draw.chance(0.2)
-        numel = dict.fromkeys(before, 0)
-        for part in range(tensor):
-            other = copy.deepcopy(model)
-            after = dict(other.named_parameters())
-            with pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part, alone=True)):
-                try:
-                    tensor_parallel(other, recipe, sequence=sequence)
-                except ValueError:
-                    if is_split(other) or any(one.numel() != before[name][1] for name, one in after.items()):
-                        raise Finding("a recipe was refused, and a model was split") from None
-                    raise
-            for name, parameter in other.named_parameters():
-                if parameter is not after[name]:
-                    raise Finding(f"'{name}' is another object")
-                numel[name] += parameter.numel() if cut_of(parameter) is not None or part == 0 else 0
-        if any(numel[name] != count for name, (_, count) in before.items()):
-            raise Finding("the parts do not make the whole")
-        return "split"
-
-    return feed
+    width, heads = draw.choice((8, 4), (8, 2), (6, 3), (12, 4), (5, 1))
+    vocabulary, tied = draw.choice(1, 3, 7, 12), draw.chance(0.5)
+    model = gpt(vocabulary=vocabulary, length=4, width=width, heads=heads, layers=2, tied=tied)
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    recipe: Any = {
+        draw.choice(*MODULES, *TEXTS): draw.choice(*SPLITS) if draw.chance(0.9) else draw(ODD)
+        for _ in range(draw.choice(1, 1, 2, 4))
+    }
+    if draw.chance(0.3):
+        recipe = draw.choice(None, draw(ODD))
+    tensor, sequence = draw.choice(1, 2, 2, 3, 4), draw.chance(0.2)
+    of_all_parts = dict.fromkeys(sizes, 0)
+    for part in range(tensor):
+        other = copy.deepcopy(model)
+        before = dict(other.named_parameters())
+        with pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part, alone=True)):
+            try:
+                tensor_parallel(other, recipe, sequence=sequence)
+            except ValueError:
+                if is_split(other) or any(one.numel() != sizes[name] for name, one in before.items()):
+                    raise Finding("a recipe was refused, and a model was split") from None
+                raise
+        for name, parameter in other.named_parameters():
+            if parameter is not before[name]:
+                raise Finding(f"'{name}' is another object")
+            of_all_parts[name] += parameter.numel() if cut_of(parameter) is not None or part == 0 else 0
+    if of_all_parts != sizes:
+        raise Finding("the parts do not make the whole")
+    return "split"
 
 
 KINDS = (
-    Kind(
-        "plan", 10.0, (PlanError, OSError), plans
-    ),  # OSError: as documented; the commands say so in one line
-    Kind("yaml", 10.0, (ConfigError,), yaml),
-    Kind("settings", 8.0, (ConfigError,), any_settings),
-    Kind("environment", 8.0, (ValueError,), environment),
-    Kind("output", 3.0, (ValueError,), outputs),
-    Kind("command line", 8.0, (), command_lines),
-    Kind("log", 2.0, (ValueError,), logs),
-    Kind("recipe", 4.0, (ValueError,), recipes),
+    Kind("plan", (PlanError, OSError), plans),  # OSError: as documented; the commands say so in one line
+    Kind("yaml", (ConfigError,), yaml),
+    Kind("settings", (ConfigError,), lambda _: any_settings),
+    Kind("environment", (ValueError,), lambda _: environment),
+    Kind("output", (ValueError,), lambda _: outputs),
+    Kind("command line", (), command_lines),
+    Kind("log", (ValueError,), lambda _: logs),
+    Kind("recipe", (ValueError,), lambda _: recipes),
 )

@@ -18,9 +18,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hostile import PRECIOUS, Draw
 
@@ -42,23 +41,18 @@ class Finding(BaseException):
     """The library did something that it must not; no code under test should catch it."""
 
 
-@dataclass
-class Kind:
-    """A kind of input.
+Feed = Callable[[Draw, Path], str | None]
+"""Feeds one input, which it makes of draws in an empty folder, and returns the outcome in a word, or None if it was accepted.
 
-    Attributes:
-        name: in reports and for ``--kinds``.
-        share: of all inputs, relative to those of the other kinds.
-        errors: classes that an input may end in.
-        prepare: makes valid input in a folder, once, and returns a function. That feeds one input, which it makes of draws in an
-            empty folder, and returns the outcome in a word, or None if the input was accepted. Beside the folder lies ``outside``,
-            with a file that nobody may read or change.
-    """
+Beside the folder lies ``outside``, with a file that nobody may read or change."""
+
+
+class Kind(NamedTuple):
+    """A kind of input."""
 
     name: str
-    share: float
-    errors: tuple[type[BaseException], ...]
-    prepare: Callable[[Path], Callable[[Draw, Path], str | None]]
+    errors: tuple[type[BaseException], ...]  # that an input may end in
+    prepare: Callable[[Path], Feed]  # makes valid input in a folder, once
 
 
 class Watch:
@@ -71,12 +65,8 @@ class Watch:
         self._seen: list[str] = []
         sys.addaudithook(self._audit)
 
-    def feed(self, feed: Callable[[Draw, Path], str | None], errors: Any, draw: Draw) -> str:
-        """The outcome of one input.
-
-        Raises:
-            Finding: one that is not allowed.
-        """
+    def feed(self, feed: Feed, errors: Any, draw: Draw) -> str:
+        """The outcome of one input; raises a Finding if it is not allowed."""
         for folder in (self.input, self.outside):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -118,14 +108,11 @@ class Watch:
     def _wrong(self, event: str, arguments: tuple[Any, ...]) -> str | None:
         if event in STARTS:
             return f"{event} was called: {arguments!r:.200}"
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING:
-            place = arguments[0]
-        elif event in CHANGES:
-            if event in ("os.remove", "os.rmdir") and isinstance(arguments[-1], int) and arguments[-1] >= 0:
-                return None  # relative to a folder that is open
-            place = arguments[1] if event in ("os.symlink", "os.link") else arguments[0]
-        else:
-            return None
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING
+        removes = event in ("os.remove", "os.rmdir")
+        if removes and isinstance(arguments[-1], int) and arguments[-1] >= 0:
+            return None  # relative to a folder that is open
+        place = arguments[event in ("os.symlink", "os.link")] if writes or event in CHANGES else None
         if not isinstance(place, (str, bytes)):
             return None
         path = os.path.abspath(os.fsdecode(place))

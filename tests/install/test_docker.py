@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import add_program, run_command
 
 pytestmark = pytest.mark.launch
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = re.compile(  # of the script, or handed on by it
-    r"DOCKER_(GPUS|IMAGE|BUILD_FLAGS|RUN_FLAGS)$|BASE_IMAGE$|NP$|OMP_|HOROVOD_|OMPI_|NCCL_|GLOO_"
-)
-
-STAND_IN = r"""#!/usr/bin/env bash
+STAND_IN = r"""
 printf '%s\0' "$@" >"$CALLS/$(ls "$CALLS" | wc -l)"
 case "$1" in
     version) echo "$DAEMON"; exit "${VERSION_STATUS:-0}" ;;
@@ -41,22 +38,17 @@ class Desk:
         self.folder, self.calls, self.bin = (folder / name for name in ("a folder", "calls", "bin"))
         for path in (self.folder, self.calls, self.bin):
             path.mkdir()
-        (self.bin / "docker").write_text(STAND_IN)
-        (self.bin / "docker").chmod(0o755)
-        self.environment = {name: value for name, value in os.environ.items() if not SETTINGS.match(name)} | {
+        add_program(self.bin / "docker", STAND_IN, "/usr/bin/env bash")
+        self.environment = {
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "CALLS": str(self.calls),
             "DAEMON": "20.10",
             "SECURITY": "[name=seccomp,profile=default]",
         }
 
-    def run(self, *arguments: str, streams: Any = None, **environment: str) -> Any:
-        streams = streams or {"stdin": subprocess.DEVNULL, "capture_output": True}
-        command = ["bash", str(ROOT / "run_docker_checkpoint_sequential.sh"), *arguments]
-        environment = self.environment | environment
-        return subprocess.run(
-            command, cwd=self.folder, env=environment, text=True, timeout=60, check=False, **streams
-        )
+    def run(self, *arguments: str, streams: dict[str, Any] | None = None, **environment: str) -> Any:
+        words = "bash", ROOT / "run_docker_checkpoint_sequential.sh", *arguments
+        return run_command(*words, cwd=self.folder, env=self.environment | environment, **(streams or {}))
 
     def asked(self, command: str) -> list[list[str]]:
         """The arguments of every ``docker COMMAND``, in order."""
@@ -101,16 +93,11 @@ def test_builds_then_runs_the_command_with_its_arguments(desk: Desk) -> None:
     assert desk.asked("run")[1][-1] == "hvd_ckpt"  # without arguments, the main job
 
 
-@pytest.mark.parametrize(
-    ("security", "flags"),
-    [
-        ("[name=seccomp name=rootless]", "--user 0:0"),
-        ("[name=seccomp name=userns]", f"--user {os.getuid()}:{os.getgid()} --userns=host"),
-    ],
-)
-def test_daemons_that_map_users(desk: Desk, security: str, flags: str) -> None:
-    assert desk.run(SECURITY=security).returncode == 0
-    assert flags in " ".join(desk.asked("run")[0])
+def test_daemons_that_map_users(desk: Desk) -> None:
+    mine = f"--user {os.getuid()}:{os.getgid()} --userns=host"
+    for number, (kind, flags) in enumerate([("rootless", "--user 0:0"), ("userns", mine)]):
+        assert desk.run(SECURITY=f"[name=seccomp name={kind}]").returncode == 0
+        assert flags in " ".join(desk.asked("run")[number])
 
 
 def test_gpus_are_for_a_cuda_image(desk: Desk) -> None:
@@ -129,14 +116,13 @@ def test_gpus_are_for_a_cuda_image(desk: Desk) -> None:
 
 def test_flags_settings_and_a_terminal_are_passed_to_docker(desk: Desk) -> None:
     here, there = pty.openpty()
+    streams = {"stdin": there, "stdout": there, "stderr": subprocess.DEVNULL}
+    flags = {
+        "DOCKER_BUILD_FLAGS": "--network=host --build-arg A=*",
+        "DOCKER_RUN_FLAGS": "--network=host --volume /data:/data",
+    }
     result = desk.run(
-        "compare",
-        streams={"stdin": there, "stdout": there, "stderr": subprocess.DEVNULL},
-        DOCKER_IMAGE="mine:1",
-        DOCKER_BUILD_FLAGS="--network=host --build-arg A=*",
-        DOCKER_RUN_FLAGS="--network=host --volume /data:/data",
-        NP="4",
-        HOROVOD_CYCLE_TIME="2",
+        "compare", streams=streams, DOCKER_IMAGE="mine:1", NP="4", HOROVOD_CYCLE_TIME="2", **flags
     )
     os.close(here)
     os.close(there)
@@ -176,16 +162,13 @@ def test_the_files_that_the_image_is_built_from_are_enough(tmp_path: Path) -> No
     """Before the other sources come, so that a change of these builds no Horovod again."""
     stage = (ROOT / "Dockerfile").read_text().replace("\\\n", "").partition("RUN touch")[0]
     for *names, target in (line.split()[1:] for line in re.findall(r"^COPY .*", stage, re.MULTILINE)):
+        (tmp_path / target).mkdir(parents=True, exist_ok=True)
         for name in names:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, tmp_path / target, dirs_exist_ok=True)
             else:
-                (tmp_path / target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, tmp_path / target)
     (tmp_path / "hvd_ckpt" / "__init__.py").touch()
-    command = [sys.executable, "-m", "hvd_ckpt.app.install.build_horovod", "--print-key"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    words = sys.executable, "-m", "hvd_ckpt.app.install.build_horovod", "--print-key"
+    result = run_command(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert result.stdout.startswith("horovod-"), result.stderr

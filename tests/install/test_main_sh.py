@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from commands import add_program, run_command
 
 pytestmark = pytest.mark.launch
 
@@ -26,20 +28,13 @@ class Copy:
         self.bin.mkdir()
         self.root.mkdir()
         shutil.copy(ROOT / "main.sh", self.root)
-        shutil.copytree(ROOT / "install", self.root / "install")
-        install = self.root / "hvd_ckpt" / "app" / "install"
-        shutil.copytree(
-            ROOT / "hvd_ckpt" / "app" / "install", install, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        for name in ("install", "hvd_ckpt/app/install"):
+            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
         for tool in TOOLS:
-            found = shutil.which(tool)
-            assert found is not None, tool
-            (self.bin / tool).symlink_to(found)
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
 
     def add_program(self, name: str, script: str) -> None:
-        path = self.bin / name
-        path.write_text(f"#!{self.bin / 'bash'}\n{script}\n")
-        path.chmod(0o755)
+        add_program(self.bin / name, script, str(self.bin / "bash"))
 
     def add_python(self, *lacks: str, name: str = "python3") -> None:
         """The Python that runs the tests, without the modules in ``lacks`` and without the header if ``Python.h`` is among them."""
@@ -52,21 +47,16 @@ class Copy:
         real = getattr(sys, "_base_executable", sys.executable)
         self.add_program(name, f'PYTHONPATH="{changed}" exec "{real}" "$@"')
 
-    def add_compiler(self, script: str = "exit 0") -> None:
-        self.add_program("c++", script)
-
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(self.root / "main.sh"), *arguments],
-            env={"PATH": str(self.bin), "HOME": str(self.root), **NO_NETWORK, **environment},
-            cwd=self.bin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {"PATH": str(self.bin), "HOME": str(self.root), **NO_NETWORK, **environment}
+        return run_command("bash", self.root / "main.sh", *arguments, cwd=self.bin, env=env)
 
-    def assert_refused(self, result: subprocess.CompletedProcess[str], *words: str) -> None:
+    def installed(self) -> list[str]:
+        """What pip was asked for, a line each time."""
+        return (self.root / "installed").read_text().splitlines()
+
+    def assert_refused(self, *words: str, asked: Sequence[str] = ("setup",), **environment: str) -> None:
+        result = self.run(*asked, **environment)
         assert result.returncode == 1, result.stderr
         assert result.stderr.count("\nerror:") + result.stderr.startswith("error:") == 1, result.stderr
         for word in words:
@@ -81,21 +71,44 @@ def copy(tmp_path: Path) -> Copy:
 
 
 def test_a_python_or_a_compiler_that_is_missing(copy: Copy) -> None:
-    copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found", "PYTHON=")
+    copy.assert_refused("Python 3.10 or newer was not found", "PYTHON=")
     copy.add_program("python3", "exit 1")  # an old one
-    copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found")
+    copy.assert_refused("Python 3.10 or newer was not found")
     for name in ("/no/such/python", "python3"):
-        copy.assert_refused(copy.run("setup", PYTHON=name), f"PYTHON={name} is not")
+        copy.assert_refused(f"PYTHON={name} is not", PYTHON=name)
     copy.add_python("ensurepip", "Python.h", name="python3.12")  # the newer one is taken
-    words = ("venv module", "python3-venv", "C++ compiler was not found", "g++", "Python.h", "python3-dev")
-    copy.assert_refused(copy.run("setup"), *words)
+    copy.assert_refused(
+        "venv module", "python3-venv", "C++ compiler was not found", "g++", "Python.h", "python3-dev"
+    )
 
 
-def test_a_compiler_that_does_not_work(copy: Copy) -> None:
+def test_a_compiler_that_does_not_work_and_a_folder_without_wheels(copy: Copy) -> None:
     copy.add_python()
-    copy.add_compiler("echo 'c++: fatal error: no input today' >&2; exit 1")
-    copy.assert_refused(copy.run("setup"), "c++ does not compile", "no input today")
-    copy.assert_refused(copy.run("setup", CXX="/no/such/compiler"), "CXX=/no/such/compiler", "No such file")
+    copy.assert_refused("'none' holds no wheels", "tests/gpu/offline.py", asked=("gpu", "--offline", "none"))
+    copy.add_program("c++", "echo 'c++: fatal error: no input today' >&2; exit 1")
+    copy.assert_refused("c++ does not compile", "no input today")
+    copy.assert_refused("CXX=/no/such/compiler", "No such file", CXX="/no/such/compiler")
+
+
+def test_a_set_up_that_is_running_is_left_alone_and_an_interrupted_one_starts_over(copy: Copy) -> None:
+    venv = copy.root / ".venv"
+    (venv / "lib").mkdir(parents=True)
+    (venv / ".setting-up").write_text(f"{os.getpid()}\n")
+    copy.assert_refused(f"another set-up of {copy.root} is running (process {os.getpid()})")
+    assert (venv / ".setting-up").exists()
+    (venv / ".setting-up").write_text("4194305\n")  # above the largest process id Linux gives
+    result = copy.run("setup")
+    assert "was interrupted: starting over" in result.stderr
+    assert "Python 3.10 or newer was not found" in result.stderr
+    assert not venv.exists()
+
+
+def test_help_needs_nothing(copy: Copy) -> None:
+    result = copy.run("--help")
+    assert result.returncode == 0
+    for command in ("setup", "test", "compare", "doctor", "NP=4"):
+        assert command in result.stdout
+    assert not (copy.root / ".venv").exists()
 
 
 @pytest.fixture
@@ -114,20 +127,16 @@ def environment(copy: Copy) -> Copy:
             echo "$*" >>"{copy.root}/installed";;
         *) exec "{sys.executable}" "$@";;
     esac"""
-    copy.add_program("python", python)
-    (copy.bin / "python").rename(venv / "bin" / "python")
-    copy.add_program("hvd-ckpt", 'echo "hvd-ckpt $*"')
-    (copy.bin / "hvd-ckpt").rename(venv / "bin" / "hvd-ckpt")
+    for name, script in (("python", python), ("hvd-ckpt", 'echo "hvd-ckpt $*"')):
+        add_program(venv / "bin" / name, script, str(copy.bin / "bash"))
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, copy.root)
     return copy
 
 
 def test_a_failed_network_keeps_what_is_there(environment: Copy) -> None:
-    venv = environment.root / ".venv"
-    half, whole = (
-        venv / "lib" / "python3.11" / "site-packages" / f"{name}.dist-info" for name in ("half", "whole")
-    )
+    packages = environment.root / ".venv" / "lib" / "python3.11" / "site-packages"
+    half, whole = packages / "half.dist-info", packages / "whole.dist-info"
     half.mkdir(parents=True)
     whole.mkdir()
     (whole / "RECORD").touch()
@@ -146,26 +155,21 @@ def test_a_failed_build_leaves_a_doctor(environment: Copy) -> None:
     assert result.returncode == 1
     assert "no Horovod today" in result.stderr
     assert ".venv/bin/hvd-ckpt doctor" in result.stderr.splitlines()[-1]
-    requirements, package = (environment.root / "installed").read_text().splitlines()
+    requirements, package = environment.installed()
     assert "requirements.txt" in requirements and "--editable" in package
     assert environment.run("doctor").stdout == "hvd-ckpt doctor\n"
     assert "interrupted" not in environment.run("setup").stderr
 
 
-def test_the_main_job_is_the_quick_comparison(environment: Copy) -> None:
+def test_the_main_job_is_the_quick_comparison_and_only_tests_get_what_they_need(environment: Copy) -> None:
     (environment.root / "builds").touch()
     assert environment.run().stdout == "hvd-ckpt compare --quick\n"
     assert environment.run("compare", "--np", "4").stdout == "hvd-ckpt compare --np 4\n"
-
-
-def test_only_the_tests_get_what_tests_need(environment: Copy) -> None:
-    """And with the versions that are there."""
-    environment.run("compare")
-    assert "requirements-tests" not in (environment.root / "installed").read_text()
+    assert not [line for line in environment.installed() if "requirements-tests" in line]
     environment.run("setup")
     environment.run("test", "--help")
-    lines = (environment.root / "installed").read_text().splitlines()
-    (line,) = (line for line in lines if "requirements-tests" in line)
+    (line,) = (line for line in environment.installed() if "requirements-tests" in line)
+    # With the versions that are there.
     assert f"-c {environment.root / '.venv' / '.stamps' / 'requirements.txt'}" in line
 
 
@@ -185,43 +189,8 @@ def test_a_torch_of_the_users_own_is_kept(environment: Copy) -> None:
     assert set_up() == pinned
     assert set_up(TORCH="2.14.1+cpu") == "torch==2.14.1+cpu"
     assert set_up() == "torch==2.14.1+cpu"
-    installed = (environment.root / "installed").read_text().splitlines()
+    installed = environment.installed()
     assert sum(f"-r {list_}" in line for line in installed) == 2, "the second time there is nothing to do"
-
-
-def test_an_interrupted_set_up_starts_over(copy: Copy) -> None:
-    venv = copy.root / ".venv"
-    (venv / "lib").mkdir(parents=True)
-    (venv / ".setting-up").write_text("4194305\n")  # above the largest process id Linux gives
-    result = copy.run("setup")
-    assert "was interrupted: starting over" in result.stderr
-    copy.assert_refused(result, "Python 3.10 or newer was not found")
-    assert not venv.exists()
-
-
-def test_a_set_up_that_is_running_is_left_alone(copy: Copy) -> None:
-    venv = copy.root / ".venv"
-    venv.mkdir()
-    (venv / ".setting-up").write_text(f"{os.getpid()}\n")
-    copy.assert_refused(
-        copy.run("setup"), f"another set-up of {copy.root} is running (process {os.getpid()})"
-    )
-    assert (venv / ".setting-up").exists()
-
-
-def test_help_needs_nothing(copy: Copy) -> None:
-    result = copy.run("--help")
-    assert result.returncode == 0
-    for command in ("setup", "test", "compare", "doctor", "NP=4"):
-        assert command in result.stdout
-    assert not (copy.root / ".venv").exists()
-
-
-def test_a_folder_without_wheels(copy: Copy) -> None:
-    copy.add_python()
-    copy.assert_refused(
-        copy.run("gpu", "--offline", "none"), "'none' holds no wheels", "tests/gpu/offline.py"
-    )
 
 
 def test_wheels_of_a_folder_are_installed_once_without_an_index(environment: Copy) -> None:
@@ -234,7 +203,7 @@ def test_wheels_of_a_folder_are_installed_once_without_an_index(environment: Cop
         result = environment.run("gpu", "--offline", str(wheels), "--device", "cpu", PYTHON=sys.executable)
         assert result.returncode == 0, result.stderr
         assert result.stdout == f"checks --offline {wheels} --device cpu\n"
-    installed = (environment.root / "installed").read_text().splitlines()
+    installed = environment.installed()
     assert [line for line in installed if "a.whl" in line and "--no-index" in line] == installed[:1]
     assert len(installed) == 2 and "requirements" not in installed[1]  # then this package
     assert (packages / "machine.pth").read_text().splitlines()

@@ -6,7 +6,6 @@ import email.parser
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -15,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 pytestmark = pytest.mark.launch
 
@@ -42,8 +42,7 @@ print(f"trained on {hc.size()} ranks with {hc.__file__}")
 def build(kind: str, source: Path, folder: Path) -> Path:
     """What ``python -m build`` runs, with the setuptools of this environment."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", HOOK, f"build_{kind}", str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120, check=False)
+    done = run_command(sys.executable, "-c", HOOK, f"build_{kind}", str(folder), cwd=source)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.tar.gz" if kind == "sdist" else "*.whl")
     return built
@@ -110,22 +109,16 @@ def test_the_wheel_trains_without_the_clone(wheel: Path, tmp_path: Path) -> None
     (packages / "requirements.pth").write_text("\n".join(requirements))  # not what .pth files there name
     # What setuptools puts there: Horovod's launcher imports distutils, which Python 3.12 has no longer.
     (packages / "setuptools.pth").write_text("import _distutils_hack; _distutils_hack.add_shim()")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "HVD_CKPT_TESTS_FORK_SERVER")
-    }
+    ours = ("PYTHONPATH", "HVD_CKPT_TESTS_FORK_SERVER")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_command(*command, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return str(done.stdout)
 
-    run(
-        python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed", str(wheel)
-    )
+    pip = python, "-m", "pip", "install", "--quiet"
+    run(*pip, "--no-index", "--no-deps", "--ignore-installed", str(wheel))
     command = str(folder / "bin" / "hvd-ckpt")
     assert run(command, "--version").startswith(f"hvd-ckpt {wheel.name.split('-')[1]}, Horovod ")
     assert run(command, "build-horovod", "--print-key").startswith("horovod-")

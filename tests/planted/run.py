@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from controllers import HOROVODRUN
@@ -71,13 +71,12 @@ def outcome(fault: Fault, copy: Path, environment: dict[str, str]) -> str:
     text = file.read_text()
     if (wrong := planted(fault, text)) is None:
         return f"its lines are not in {fault.file}, or more than once"
+    words = shlex.split(fault.command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
+    words = [sys.executable if word == "python" else word for word in words]
+    place: Any = {"cwd": copy, "env": environment}
     _write(file, wrong)
     try:
-        words = shlex.split(fault.command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
-        words = [sys.executable if word == "python" else word for word in words]
-        done = subprocess.run(
-            words, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, **place)
     except subprocess.TimeoutExpired:
         return f"the tests did not end within {SECONDS:g} seconds"
     finally:
@@ -95,12 +94,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    missed = 0
-    chosen = [
-        fault
-        for fault in faults()
-        if not names or any(name == fault.room or name in fault.what for name in names)
-    ]
+    missed, words = 0, names or [""]
+    chosen = [each for each in faults() if any(word == each.room or word in each.what for word in words)]
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_planted_") as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=LEFT_OUT))
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}

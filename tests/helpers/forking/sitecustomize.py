@@ -43,15 +43,8 @@ def run_in_fork(address: str, words: list[str]) -> None:
         connection.connect(address)
     except OSError:
         return  # there is no server any more
-    request = json.dumps(
-        {
-            "words": words[1:],
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "cores": list(os.sched_getaffinity(0)),
-            "prefix": sys.prefix,
-        }
-    ).encode()
+    facts = {"words": words[1:], "environment": dict(os.environ), "folder": os.getcwd(), "prefix": sys.prefix}
+    request = json.dumps({**facts, "cores": list(os.sched_getaffinity(0))}).encode()
     socket.send_fds(connection, [struct.pack("i", len(request))], [0, 1, 2])
     connection.sendall(request)
     answer = connection.recv(4, socket.MSG_WAITALL)
@@ -63,15 +56,8 @@ def run_in_fork(address: str, words: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    for number in (
-        signal.SIGHUP,
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGCONT,
-    ):
-        signal.signal(number, pass_on)
+    for name in ("HUP", "INT", "TERM", "USR1", "USR2", "CONT"):
+        signal.signal(signal.Signals[f"SIG{name}"], pass_on)
     answer = connection.recv(4, socket.MSG_WAITALL)
     status = struct.unpack("i", answer)[0] if len(answer) == 4 else 1
     if status < 0:
