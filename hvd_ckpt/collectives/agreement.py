@@ -25,6 +25,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum, global_process_set
 
 from hvd_ckpt.processes.grid import current, require_initialized
+from hvd_ckpt.processes.watchdog import waiting
 from hvd_ckpt.utils.text import ranks_text
 
 MESSAGE = "hvd_ckpt.objects"
@@ -124,7 +125,8 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
     # By an allreduce, in which a rank that has joined shows as a zero: a payload is never empty.
     sizes = torch.zeros(process_set.size(), dtype=torch.int64)
     sizes[process_set.rank()] = payload.numel()
-    sizes = _sum(sizes, f"{message}.sizes", process_set)
+    with waiting(f"all ranks in '{name}' (each must call it)"):
+        sizes = _sum(sizes, f"{message}.sizes", process_set)
     check_present(int((sizes > 0).sum()), process_set, name)
     contents = [bytearray() for _ in sizes]
     messages = -(-int(sizes.sum()) // (LARGEST - len(sizes)))  # each part may be rounded up
@@ -159,9 +161,9 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
     is_root = mpi_ops.rank() == root
     payload, error = _pickled(value if is_root else None)
     # The sum has the root's size, which alone is not 0, and the number of ranks that are there.
-    size, present = _sum(
-        torch.tensor([payload.numel() if is_root else 0, 1], dtype=torch.int64), f"{name}.size", process_set
-    ).tolist()
+    counts = torch.tensor([payload.numel() if is_root else 0, 1], dtype=torch.int64)
+    with waiting(f"all ranks in '{name}' (each must call it)"):
+        size, present = _sum(counts, f"{name}.size", process_set).tolist()
     check_present(present, process_set, name)
     if not size:
         raise ValueError(

@@ -171,7 +171,7 @@ class Options:
             own = [one for group in self.optimizer.param_groups for one in group["params"]]
             if own and known.isdisjoint(map(id, own)):
                 raise ValueError(
-                    "model has none of the parameters of the optimizer: give the module that it trains"
+                    "model has none of the parameters of the optimizer: give the module that it trains, and its named_parameters"
                 )
 
     def _check_types(self) -> None:

@@ -33,7 +33,7 @@ from hvd_ckpt.reduction.leveling import Live, common_state, level
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.utils.fingerprint import distinct
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_name
+from hvd_ckpt.utils.text import check_instance, stage_name
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import is_absent
 
@@ -186,6 +186,11 @@ def broadcast_optimizer_state(
         ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks. Or a parameter is
             on a GPU, and Horovod has no operations on GPUs. Raised on every rank.
     """
+    check_instance(
+        optimizer,
+        torch.optim.Optimizer,
+        "broadcast_optimizer_state: optimizer must be a torch.optim.Optimizer",
+    )
     call = "broadcast_optimizer_state()"
     stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
     names = [] if stage else [_names_in(optimizer, group) for group in optimizer.param_groups]
@@ -315,6 +320,10 @@ def broadcast_tensors(
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, torch.nn.Module):
+        raise ValueError(
+            f"broadcast_parameters: params is a {type(params).__name__}: give model.state_dict() or model.named_parameters()"
+        )
     if isinstance(params, Mapping):
         items = list(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):

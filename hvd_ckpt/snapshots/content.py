@@ -131,13 +131,15 @@ def write_content(temporary: Path, rank: int, state: SavedState) -> RankManifest
 # ------------------------------------------------------------------------------------ between ranks
 
 
-def await_folder(temporary: Path) -> None:
+def await_folder(temporary: Path, given_up: Callable[[], bool]) -> None:
     """Waits, on a rank other than 0, for the folder that rank 0 makes when it begins the snapshot. Raises Wrong if it does not
-    come."""
+    come, also when ``given_up`` returns that rank 0 has failed."""
     for waited in _looks():
         # Listing the folder makes a network file system ask its server again.
         if temporary.is_dir() or temporary.name in names_in(temporary.parent):
             return
+        if given_up():
+            raise Wrong("rank 0 has failed")
         if waited > RANK_SECONDS:
             raise _not_shared(f"'{temporary}', which rank 0 makes, is not there on host {host_name()}")
 

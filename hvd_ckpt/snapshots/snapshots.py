@@ -135,6 +135,7 @@ class Snapshots:
         self._opened = ExitStack()
         self.lock: FolderLock | None = None
         self._locked = False
+        self._is_begun = False  # whether there was a save
         self._found: set[Path] | None = None  # snapshots that were there on resume(), on the first process
 
     # -------------------------------------------------------------------------------- of loops
@@ -152,6 +153,7 @@ class Snapshots:
         self._optimizer.check_own_weights("Snapshots.resume()")
         writer = self._open()
         self._resumed = True
+        self._settle(writer)
         with errors_on_all("Snapshots: find"):
             writer.wait()  # the newest may be under way
             newest = find(self.folder / "snapshots") if current().number == 0 else None
@@ -161,7 +163,7 @@ class Snapshots:
         # One process chooses for all. Each rank by itself could find another
         # newest one while files come and go on a network file system. Its manifest comes along: it says how the files are that the
         # first has verified, and n ranks do not ask the file system for n files each.
-        snapshot: Snapshot | None = of_first_process(newest, "hvd_ckpt.snapshots.newest")
+        snapshot: Snapshot | None = of_first_process(newest, "Snapshots: resume()")
         if snapshot is None:
             return 0
         with errors_on_all("Snapshots: read"):
@@ -243,6 +245,7 @@ class Snapshots:
         """
         if self._writer is None:
             return
+        self._settle(self._writer)
         self._writer.wait()
         fault = self._fault(self._writer)
         if fault is not None:
@@ -250,14 +253,23 @@ class Snapshots:
 
     def _fault(self, writer: SnapshotWriter) -> str | None:
         """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
-        name = "hvd_ckpt.snapshots.written"
+        name = "Snapshots: end"
         fault: str | None
         fault, has_room = of_first_process((writer.failed, writer.made_room), name)
         if fault is not None and has_room:
             writer.again()
+            self._settle(writer)
             writer.wait()
             fault = of_first_process(writer.failed, name)
         return fault
+
+    def _settle(self, writer: SnapshotWriter) -> None:
+        """Waits until the snapshot under way has ended. If rank 0 has failed, no other rank looks for its folder any longer.
+        Collective."""
+        if self._is_begun:
+            ended = writer.ended() if current().number == 0 else None
+            if of_first_process(ended, "Snapshots: end of the last one") is not None:
+                writer.give_up()
 
     def close(self) -> None:
         """Waits for the last snapshot, and restores the former signal handlers.
@@ -316,6 +328,7 @@ class Snapshots:
             if self._optimizer.is_local:  # elsewhere each step compares them
                 options = of_all_processes(SteppingOptions(self._optimizer).values(), "Snapshots: options")
             replicas = self._training.replicas()
+            self._settle(writer)
             # The name has the step: ranks that save others would wait for each other's files.
             with errors_on_all(f"Snapshots: save({step})"):
                 self._lock_folder()
@@ -347,7 +360,7 @@ class Snapshots:
             if is_first:  # it leaves nothing behind
                 self._opened.close()
             raise
-        self._locked = self._resumed = True
+        self._locked = self._resumed = self._is_begun = True
         writer.begin(step, state)
         self._step = step
         if self._blocking:
@@ -362,7 +375,7 @@ class Snapshots:
     def _open(self) -> SnapshotWriter:
         if self._writer is not None:
             return self._writer
-        token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
+        token, grid = of_first_process(secrets.token_hex(4), "Snapshots: start"), current()
         with ExitStack() as opened:
             opened.callback(self._release_lock)
             # Left in reverse: first the hooks, so that no step waits for a

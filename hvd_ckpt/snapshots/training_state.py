@@ -65,7 +65,12 @@ def check_arguments(
         ("average", average, AveragedWeights, "hc.AveragedWeights, or None"),
         ("keep", keep, int, "a number of snapshots"),
         ("scheduler", scheduler, _HasState, f"a scheduler {with_state}"),
-        ("loader", loader, _HasState, f"an hc.data.DistributedSampler or a loader {with_state}"),
+        (
+            "loader",
+            loader,
+            _HasState,
+            f"an hc.data.DataLoader, its DistributedSampler or a loader {with_state}",
+        ),
     ):
         if not isinstance(value, kind) and not (value is None and right.endswith("or None")):
             raise TypeError(f"Snapshots: {name} is a {type(value).__name__}: give {right}")

@@ -169,10 +169,21 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     def wait(self) -> Path | None:
         """Waits until the snapshot that was begun is on the disk, or has failed, and calls :meth:`check`. Returns on rank 0 the
         newest snapshot's folder, None if it failed; on the other ranks None."""
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
+        self.ended()
         self.check()
         return self.written if self.failed is None else None
+
+    def ended(self) -> str | None:
+        """Waits as :meth:`wait`; returns the reason why the snapshot was not written, or None."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+        return self.failed
+
+    def give_up(self) -> None:
+        """Waits no longer for files of the snapshot that was begun, which rank 0 has given up."""
+        self._given_up.set()
+        self.ended()
+        self._given_up.clear()
 
     def close(self) -> None:
         """Waits for the snapshot that was begun, frees the memory of the copies, and calls :meth:`check`."""
@@ -258,7 +269,7 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
                 make_folder(self._folder)
                 job.temporary.mkdir()
             else:
-                await_folder(job.temporary)
+                await_folder(job.temporary, self._given_up.is_set)
         if job.fault is not None:
             raise job.fault
         return write_content(job.temporary, self._rank, job.state)

@@ -24,6 +24,8 @@ def import_named(what: str, name: str) -> Callable[..., Any]:
         ValueError: it cannot be imported, or is not a function or class.
     """
     module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        raise ValueError(f"no {what} '{name}': write {module.removesuffix('.py')}:{attribute}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         # At the end, so that no module of the current folder hides an installed one.
         sys.path.append(os.getcwd())

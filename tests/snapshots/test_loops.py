@@ -334,3 +334,23 @@ def test_the_last_snapshot_is_tried_again_when_older_ones_have_made_room(folder,
     assert re.search(says, said)
     with Loop().snapshots(folder / "run") as snapshots:
         assert snapshots.resume() == 4
+
+
+def test_a_folder_that_rank_0_could_not_make_holds_up_no_later_snapshot(folder, monkeypatch):
+    """The other ranks look for it no longer than rank 0 has tried."""
+    monkeypatch.setattr(content, "RANK_SECONDS", 1e9)
+    loop, blocked = Loop(), folder / "snapshots"
+    with loop.snapshots(folder, warn=lambda text: None) as snapshots:
+        assert snapshots.resume() == 0
+        for step, is_blocked in enumerate((True, True, False), 1):
+            if hc.rank() == 0:
+                blocked.unlink(missing_ok=True)
+                if is_blocked:
+                    blocked.symlink_to("/proc/nowhere")
+            hc.barrier()
+            snapshots.save(step)
+            if is_blocked:
+                with pytest.raises(SnapshotError, match=f"of step {step}, could not be written"):
+                    snapshots.wait()
+        snapshots.wait()
+        assert [path.name for path in blocked.iterdir()] == ["step-00000003"]

@@ -24,6 +24,7 @@ from hvd_ckpt.app.training.field_types import Count, Positive, Text
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.processes.launchers import launched_size
 from hvd_ckpt.utils.extras import say_no_pictures
+from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.schema import Strict
 from hvd_ckpt.utils.text import show_bytes
@@ -117,6 +118,10 @@ def _layout(config: Config, asked: Settings) -> None:
         raise BadArgument(
             f"--batch is missing: {ranks} ranks cannot be divided into pipeline {config.pipeline.stages} and tensor {config.tensor}"
         )
+    if asked.trials != 0 and not asked.ranks and is_named(config.model) and config.data is None:
+        raise BadArgument(
+            f"model {config.model}: give --data, for the steps that are trained with it, or --try 0 to leave these out"
+        )
     batch = asked.batch or config.samples_of_step(replicas)
     changing: list[LayoutRow] = []
     tried: list[tuple[LayoutRow, Trial | str]] = []
@@ -154,8 +159,13 @@ def _layout(config: Config, asked: Settings) -> None:
     if tried:
         _print_trials(tried)
     if best is None:
+        measured = [(found.peak, row) for row, found in tried if not isinstance(found, str)]
+        least = ""
+        if measured:
+            peak, row = min(measured, key=lambda each: each[0])
+            least = f" (the least took {peak} bytes, {show_bytes(peak)}, with {row.layout})"
         raise BadArgument(
-            f"--memory {asked.memory}: no layout that was tried stays within it; give more, or a smaller --batch"
+            f"--memory {asked.memory}: no layout that was tried stays within it{least}; give more, or a smaller --batch"
         )
     settings = settings_for(config, best, job)
     flags = " ".join(_flags(settings))

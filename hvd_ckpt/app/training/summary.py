@@ -88,7 +88,7 @@ def _changes(config: Config, resumed: Snapshot) -> list[str]:
     )
     hints = {"samples of a step": f"; --global-batch {before['samples of a step']} keeps them"}
     return [
-        f"{name} {now[name]} (was {before[name]}{hints.get(name, '')})"
+        f"{name} {now[name]} (was {before[name] or 'none'}{hints.get(name, '')})"
         for name in now
         if now[name] != before[name] and name not in OF_A_START
     ]
