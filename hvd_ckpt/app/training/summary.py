@@ -88,7 +88,11 @@ def _changes(config: Config, resumed: Snapshot) -> list[str]:
     )
     hints = {"samples of a step": f"; --global-batch {before['samples of a step']} keeps them"}
     return [
-        f"{name} {now[name]} (was {before[name] or 'none'}{hints.get(name, '')})"
+        f"{name} {_shown(now[name])} (was {_shown(before[name])}{hints.get(name, '')})"
         for name in now
         if now[name] != before[name] and name not in OF_A_START
     ]
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None or value == "" else str(value)
