@@ -49,9 +49,11 @@ def differences(run: Path, reference: Path, step: int, ranks: int | None) -> lis
         ranks: of the job, in all stages and parts; None for logical replicas, which use no state of ranks and run on any number.
     """
     try:
-        names = list(differing("run", *(_state(folder, step, ranks) for folder in (run, reference))))
+        ours, theirs = (_state(folder, step, ranks) for folder in (run, reference))
     except (SnapshotError, KeyError) as error:
         return [str(error)]
+    names = [name for key in ours for name in differing(key, ours[key], theirs.get(key))]
+    names += [name for key in theirs if key not in ours for name in differing(key, None, theirs[key])]
     return names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more"]
 
 
@@ -63,15 +65,14 @@ def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     of_ranks = tuple(f"buffers@{rank}/" for rank in numbers)
     names = [name for name in files.manifest.tensors if not name.startswith("buffers@")]
     names += [name for name in files.manifest.tensors if name.startswith(of_ranks)]
+    records = [record for record in logs.read(run / "log.jsonl") if record.get("kind") == "train"]
+    logged = [(record["step"], record["loss"]) for record in records]
     return {
         **{name: first.replicated.get(name) for name in REPLICATED},
         **dict(zip(names, files.read(map(files.manifest.all_of, names)))),
         **{f"random state of rank {rank}": files.state(rank_file(rank))["random"] for rank in numbers},
-        "losses": [
-            (record["step"], record["loss"])
-            for record in logs.read(run / "log.jsonl")
-            if record.get("kind") == "train"
-        ],
+        "steps in the log": str([step for step, _ in logged]),
+        "losses": dict(logged),
     }
 
 

@@ -29,8 +29,8 @@ def test_runs_are_the_same_to_the_last_bit_or_what_differs_is_named(tmp_path: Pa
     for run, weight, loss in ((ours, 0.0, 1.0), (same, 0.0, 1.0), (zero, -0.0, 1.0), (other_loss, 0.0, 2.0)):
         written(run, 3, weight, loss)
     assert differences(ours, same, 3, 1) == []
-    assert differences(ours, zero, 3, 1) == ["run.weights/a"], "0 and -0 are equal and not the same"
-    assert differences(ours, other_loss, 3, 1) == ["run.losses.0.1"]
+    assert differences(ours, zero, 3, 1) == ["weights/a"], "0 and -0 are equal and not the same"
+    assert differences(ours, other_loss, 3, 1) == ["losses.3"]
     newer = written(ours, 6, 0.0)
     assert newest_good(ours) == 6 and unreadable(ours, 1) == []
     (newer / "rank-00000.safetensors").write_bytes(bytes((newer / "rank-00000.safetensors").stat().st_size))
