@@ -358,9 +358,10 @@ class Machine(ABC):
         """The next step begins; with the facts of this one it expects what this one has had."""
         if facts is not None:
             self.stats.close_step(self._step)
+        else:
+            self.hook_parameters()  # the counts of a state that was loaded need the hooks of its first backward pass
         self._step, self._report, self._mismatch = StepStats(), Report(), None
         self.active = False
-        self.hook_parameters()  # also of a state that was loaded, whose counts need the hooks of its first backward pass
 
     def before_accumulation(self, index: int) -> None:
         """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""

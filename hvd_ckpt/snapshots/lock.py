@@ -79,9 +79,8 @@ class FolderLock:
                         f"The folder '{self._path.parent}' is in use by {_owner(_read(self._path))}: two runs would overwrite each "
                         "other's snapshots; wait for its end, close() it, or give another folder."
                     ) from None
-                except (
-                    OSError
-                ):  # a file system without locks, where nobody knows whether another user's run goes on
+                except OSError:
+                    # A file system without locks, where nobody knows whether another user's run goes on.
                     if not file.writable():
                         raise
                 with contextlib.suppress(FileNotFoundError):  # of an owner that has removed it meanwhile

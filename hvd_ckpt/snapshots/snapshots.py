@@ -135,7 +135,6 @@ class Snapshots:
         self._opened = ExitStack()
         self.lock: FolderLock | None = None
         self._locked = False
-        self._is_begun = False  # whether there was a save
         self._found: set[Path] | None = None  # snapshots that were there on resume(), on the first process
 
     # -------------------------------------------------------------------------------- of loops
@@ -245,31 +244,31 @@ class Snapshots:
         """
         if self._writer is None:
             return
-        self._settle(self._writer)
-        self._writer.wait()
         fault = self._fault(self._writer)
         if fault is not None:
             raise SnapshotError(f"The last snapshot, of step {self._step}, could not be written: {fault}")
 
     def _fault(self, writer: SnapshotWriter) -> str | None:
         """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
-        name = "Snapshots: end"
-        fault: str | None
-        fault, has_room = of_first_process((writer.failed, writer.made_room), name)
+        fault, has_room = self._settle(writer)
+        writer.wait()
         if fault is not None and has_room:
             writer.again()
-            self._settle(writer)
+            fault, _ = self._settle(writer)
             writer.wait()
-            fault = of_first_process(writer.failed, name)
         return fault
 
-    def _settle(self, writer: SnapshotWriter) -> None:
-        """Waits until the snapshot under way has ended. If rank 0 has failed, no other rank looks for its folder any longer.
-        Collective."""
-        if self._is_begun:
-            ended = writer.ended() if current().number == 0 else None
-            if of_first_process(ended, "Snapshots: end of the last one") is not None:
-                writer.give_up()
+    def _settle(self, writer: SnapshotWriter) -> tuple[str | None, bool]:
+        """Waits until rank 0 has written the snapshot under way or failed; then no other rank looks for its folder any longer.
+        Returns why it failed, and whether it has made room to try again. Collective."""
+        if not writer.begun:
+            return None, False
+        ended = (writer.ended(), writer.made_room) if current().number == 0 else None
+        fault: str | None
+        fault, has_room = of_first_process(ended, "Snapshots: end of the last one")
+        if fault is not None:
+            writer.give_up()
+        return fault, has_room
 
     def close(self) -> None:
         """Waits for the last snapshot, and restores the former signal handlers.
@@ -360,7 +359,7 @@ class Snapshots:
             if is_first:  # it leaves nothing behind
                 self._opened.close()
             raise
-        self._locked = self._resumed = self._is_begun = True
+        self._locked = self._resumed = True
         writer.begin(step, state)
         self._step = step
         if self._blocking:

@@ -86,6 +86,7 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         written: on rank 0, the newest snapshot that this writer has put in place.
         failed: the reason why the last snapshot was not written, until one is.
         made_room: whether older snapshots were removed then, since the disk was short, so that :meth:`again` may write it.
+        begun: number of snapshots that were begun, as often as each was.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
         self._warn, self._blocking, self._on_written = warn, blocking, on_written
         # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
-        self._begun = 0
+        self.begun = 0
         self._job: _Job | None = None
         self._bug: Exception | None = None
         self._staging = None if blocking else Staging()
@@ -203,8 +204,8 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     def _launch(self, job: _Job) -> None:
         # All ranks derive the same name without a message. Each snapshot has a new one, so files of a failed one cannot get into
         # the next.
-        self._begun += 1
-        token = f"{(int(self._token, 16) + self._begun) % 2**32:08x}"
+        self.begun += 1
+        token = f"{(int(self._token, 16) + self.begun) % 2**32:08x}"
         job.temporary = self._folder / temporary_name(job.step, token)
         self._job = job
         if self._blocking:
